@@ -56,11 +56,12 @@ class HostGroup(LeaderBackend):
 
         def follow() -> None:
             try:
-                follower.follow(backend, link)
+                follower.follow()
             except (DeviceFailed, OutOfMemory) as error:
                 self.ends.append(error)
                 link.lose("its process has ended")
 
+        follower.take(backend, link)
         self.threads.append(threading.Thread(target=follow, daemon=True))
         self.threads[-1].start()
         link.start()

@@ -57,7 +57,8 @@ class WorkerSettings(CommonSettings):
     hosts_port: Annotated[int, Field(ge=1, le=65534)] = Field(
         default=8470,
         description="Port on which the leader of `hosts` expects the others. JAX uses the next "
-        "one. Neither is encrypted: keep them within a private network.",
+        "one, and chooses others. None of them is encrypted, and only the first asks for the key: "
+        "keep them within a private network.",
     )
     hosts_key: str = Field(
         default="",

@@ -70,6 +70,10 @@ def main() -> int:
     except (NotMet, MemberLost) as error:
         logger.error("stopped: %s", error)
         return 1
+    except Exception:
+        # Caught, because on its way out the interpreter would wait for JAX's other processes.
+        logger.exception("stopped by an error that should not be")
+        return 1
     try:
         with lock:
             asyncio.run(_work(settings, backend, own, files, pulse))
@@ -83,6 +87,8 @@ def main() -> int:
         logger.exception("stopped by an error that should not be")
         return 1
     if isinstance(backend, LeaderBackend):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # a follower may still ask to stop
         backend.end()
     return 0
 

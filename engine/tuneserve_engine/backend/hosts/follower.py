@@ -9,7 +9,6 @@ from typing import Any
 from tuneserve_engine.backend.base import Backend, DeviceFailed, OutOfMemory, SamplingRequest
 from tuneserve_engine.backend.hosts.link import Link, MemberLost
 from tuneserve_engine.backend.hosts.messages import (
-    EXCHANGING,
     Agreed,
     BackendCall,
     End,
@@ -19,6 +18,7 @@ from tuneserve_engine.backend.hosts.messages import (
     Resumed,
     Yielded,
     agreement,
+    ends_all,
 )
 from tuneserve_engine.core.errors import EngineError
 
@@ -45,15 +45,20 @@ class Follower:
             return False
         return True
 
-    def follow(self, backend: Backend, link: Link) -> None:
+    def take(self, backend: Backend, link: Link) -> None:
+        """Take the backend to make calls on. The leader must not call before."""
+        self._following = _Following(backend, link)
+
+    def follow(self) -> None:
         """Make calls until the process ends.
 
-        Raises ``MemberLost`` if the leader is lost, and whatever a call raises that only the end
-        of this process can mend: the leader then loses it, and the worker starts again.
+        Raises ``MemberLost`` if the leader is lost or out of step, and ``DeviceFailed`` or
+        ``OutOfMemory`` if only the end of this process can mend a failure: the leader then loses
+        it, and the worker starts again.
         """
-        self._following = _Following(backend, link)
+        assert self._following is not None
         while True:
-            self._following.make_call(link.receive())
+            self._following.make_call(self._following.link.receive())
 
 
 class _Following:
@@ -61,10 +66,12 @@ class _Following:
 
     def __init__(self, backend: Backend, link: Link) -> None:
         self.backend = backend
-        self._link = link
+        self.link = link
         self._asked: dict[str, SamplingRequest] = {}
 
-    def make_call(self, call: BackendCall) -> None:
+    def make_call(self, call: Any) -> None:
+        if not isinstance(call, BackendCall):
+            raise MemberLost(f"the leader is out of step: {type(call).__name__} between calls")
         arguments = call.arguments
         if call.method == "sample_until":
             (asked,) = arguments
@@ -74,26 +81,24 @@ class _Following:
             arguments = *arguments, self._between
         try:
             result = getattr(self.backend, call.method)(*arguments)
-        except EngineError as error:
-            result = error
-        except OutOfMemory as error:
-            if call.method in EXCHANGING:
-                raise  # devices of other processes may wait for this one's
-            result = error
         except DeviceFailed:
             raise
+        except (EngineError, OutOfMemory) as error:
+            if ends_all(call.method, error):
+                raise DeviceFailed(f"{call.method} failed in one of several processes") from error
+            result = error
         except Exception as error:
             raise DeviceFailed(f"{call.method} failed in one of several processes") from error
-        self._link.send(Agreed(agreement(call.method, result)))
+        self.link.send(Agreed(agreement(result)))
 
     def _should_yield(self) -> bool:
-        message = self._link.receive()
+        message = self.link.receive()
         if not isinstance(message, Yielded):
             raise MemberLost(f"the leader is out of step: {type(message).__name__} in a sample")
         return message.value
 
     def _between(self) -> None:
-        while not isinstance(message := self._link.receive(), Resumed):
+        while not isinstance(message := self.link.receive(), Resumed):
             self.make_call(message)
 
     def prepare(self, asked: Prepare) -> None:
@@ -105,4 +110,4 @@ class _Following:
             logger.exception("what adapters share cannot be made")
             prepared = Prepared(asked.number, "", f"{error!r}; the log of that host says more")
         with suppress(MemberLost):
-            self._link.send(prepared)
+            self.link.send(prepared)

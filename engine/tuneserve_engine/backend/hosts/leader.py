@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any, TypeVar
 
+from tuneserve_engine.adapters.kinds import kind_of
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import (
     Backend,
@@ -18,9 +19,8 @@ from tuneserve_engine.backend.base import (
     TrainResult,
     nothing,
 )
-from tuneserve_engine.backend.hosts.link import ANSWER_S, Link, MemberLost
+from tuneserve_engine.backend.hosts.link import ANSWER_S, Link, MemberLost, packed
 from tuneserve_engine.backend.hosts.messages import (
-    EXCHANGING,
     Agreed,
     BackendCall,
     End,
@@ -31,6 +31,7 @@ from tuneserve_engine.backend.hosts.messages import (
     StopAsked,
     Yielded,
     agreement,
+    ends_all,
 )
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.core.errors import EngineError, ServerError
@@ -82,6 +83,7 @@ class LeaderBackend:
         self._unprepared: dict[str, str] = {}  # kinds that some process is not, and why
         self._preparing = threading.Lock()
         self._asked: Mapping[str, SamplingRequest] = {}
+        self._failure: DeviceFailed | None = None
 
     # --- what only the leader is asked ----------------------------------------------------------
 
@@ -124,21 +126,22 @@ class LeaderBackend:
     # --- calls beside the others ----------------------------------------------------------------
 
     def prefetch(self, adapter_ids: Sequence[str]) -> None:
-        self._tell(Prefetch(tuple(adapter_ids)))
-        self._backend.prefetch(adapter_ids)
+        if self._failure is None:
+            self._tell(Prefetch(tuple(adapter_ids)))
+            self._backend.prefetch(adapter_ids)
 
     def is_prepared(self, config: AdapterConfig) -> bool:
         return config.kind in self._prepared and self._backend.is_prepared(config)
 
     def prepare(self, config: AdapterConfig) -> str:
         with self._preparing:
-            self._unprepared.pop(config.kind, None)
             try:
                 shared_id = self._prepare(config)
-            except ServerError as error:
+            except Exception as error:
                 self._unprepared[config.kind] = str(error)
                 raise
             self._prepared.add(config.kind)
+            self._unprepared.pop(config.kind, None)
         return shared_id
 
     def _prepare(self, config: AdapterConfig) -> str:
@@ -165,20 +168,27 @@ class LeaderBackend:
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         self._check_prepared(config)
-        self._mirror("create_adapter", adapter_id, config)
+        self._add("create_adapter", adapter_id, config)
 
     def delete_adapter(self, adapter_id: str) -> None:
         self._mirror("delete_adapter", adapter_id)
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         self._check_prepared(state.config)
-        self._mirror("load_adapter", adapter_id, state)
+        self._add("load_adapter", adapter_id, state)
 
     def exported_adapter(self, adapter_id: str) -> AdapterState:
         exported: AdapterState = self._mirror("exported_adapter", adapter_id)
         return exported
 
     def exported(self, state: AdapterState) -> AdapterState:
+        kind = state.config.kind
+        if kind_of(state.config).needs_decomposition and kind not in self._prepared:
+            self._check_prepared(state.config)
+            raise ServerError(
+                f"what adapters of kind {kind} share is not there on every host of this worker; "
+                f"create a model of kind {kind} first, and ask again"
+            )
         exported: AdapterState = self._mirror("exported", state)
         return exported
 
@@ -227,37 +237,102 @@ class LeaderBackend:
         if reason := self._unprepared.get(config.kind):
             raise ServerError(reason)
 
+    def _add(self, method: str, adapter_id: str, given: object) -> None:
+        """Mirror a call that adds an adapter. If any host has no room for it, none keeps it.
+
+        Hosts write adapters to their own disks when it suits them, so they may differ in this.
+        """
+        self._tell(BackendCall(method, (adapter_id, given)))
+        call = getattr(self._backend, method)
+        try:
+            mine = self._part(method, lambda: call(adapter_id, given))
+        except (EngineError, OutOfMemory) as error:
+            mine = error
+        ends = [agreement(mine), *(self._end(method, link) for link in self._followers)]
+        full = [end == OutOfMemory.__name__ for end in ends]
+        if any(full) and set(ends) <= {None, OutOfMemory.__name__}:
+            self._delete_where([not each for each in full], adapter_id)
+            raise OutOfMemory(f"a host of this worker has no room for {adapter_id}")
+        self._check(method, ends)
+        if isinstance(mine, Exception):
+            raise mine
+
+    def _delete_where(self, has_it: Sequence[bool], adapter_id: str) -> None:
+        """Delete the adapter in the processes that have it: the leader's flag comes first."""
+        if has_it[0]:
+            self._part("delete_adapter", lambda: self._backend.delete_adapter(adapter_id))
+        for link, has_one in zip(self._followers, has_it[1:], strict=True):
+            if has_one:
+                link.send(BackendCall("delete_adapter", (adapter_id,)))
+                self._check("delete_adapter", [None, self._end("delete_adapter", link)])
+
     def _mirror(self, method: str, *arguments: Any) -> Any:
         self._tell(BackendCall(method, arguments))
         return self._run(method, lambda: getattr(self._backend, method)(*arguments))
 
     def _run(self, method: str, call: Callable[[], R]) -> R:
         """Return the result of the leader's part, once every follower has made its own."""
+        mine: R | Exception
         try:
-            result = call()
-        except DeviceFailed:
-            raise
-        except EngineError as error:
-            self._compare(method, error)
-            raise
-        except OutOfMemory as error:
-            if method in EXCHANGING:
-                raise DeviceFailed(f"{error}; other processes of this worker may wait") from error
-            self._compare(method, error)
-            raise
-        except Exception as error:
-            raise DeviceFailed(f"{method} failed in one of several processes: {error!r}") from error
-        self._compare(method, result)
-        return result
+            mine = self._part(method, call)
+        except (EngineError, OutOfMemory) as error:
+            mine = error
+        own = agreement(mine)
+        self._check(method, [own, *(self._end(method, link) for link in self._followers)])
+        if isinstance(mine, Exception):
+            raise mine
+        return mine
 
-    def _compare(self, method: str, result: Any) -> None:
-        """Wait for the followers' parts of a call. Raises ``DeviceFailed`` if one differs."""
-        mine = agreement(method, result)
-        for link in self._followers:
-            answer = link.receive(ANSWER_S)
-            if not isinstance(answer, Agreed) or answer.result != mine:
-                raise DeviceFailed(f"{method} ended here with {mine}, on {link.name} with {answer}")
+    def _part(self, method: str, call: Callable[[], R]) -> R:
+        """Make the leader's part of a call."""
+        try:
+            return call()
+        except DeviceFailed as error:
+            self._failed(error)
+            raise
+        except (EngineError, OutOfMemory) as error:
+            if not ends_all(method, error):
+                raise
+            raise self._failed(
+                DeviceFailed(f"{error}; other processes of this worker may wait")
+            ) from error
+        except Exception as error:
+            raise self._failed(
+                DeviceFailed(f"{method} failed in one of several processes: {error!r}")
+            ) from error
+
+    def _end(self, method: str, link: Link) -> Any:
+        """Wait for a follower's part of a call."""
+        answer = link.receive(ANSWER_S)
+        if not isinstance(answer, Agreed):
+            raise self._failed(DeviceFailed(f"{link.name} is out of step: {answer} in {method}"))
+        return answer.result
+
+    def _check(self, method: str, ends: Sequence[Any]) -> None:
+        """Require that every process has ended the call alike; the leader's end comes first."""
+        for link, end in zip(self._followers, ends[1:], strict=False):
+            if end != ends[0]:
+                raise self._failed(
+                    DeviceFailed(f"{method} ended here with {ends[0]}, on {link.name} with {end}")
+                )
+
+    def _failed(self, error: DeviceFailed) -> DeviceFailed:
+        """Note a failure: from now on no call goes out, because followers may not answer it."""
+        self._failure = self._failure or error
+        return error
 
     def _tell(self, message: object) -> None:
-        for link in self._followers:
-            link.send(message)
+        """Send a message to all followers, or to none if it cannot be packed."""
+        if self._failure is not None:
+            raise DeviceFailed(f"this worker is about to end: {self._failure}")
+        try:
+            body = packed(message)
+            for link in self._followers:
+                link.send_packed(body)
+        except DeviceFailed as error:
+            self._failed(error)
+            raise
+        except Exception as error:
+            raise self._failed(
+                DeviceFailed(f"a call cannot be sent to other hosts: {error!r}")
+            ) from error

@@ -46,8 +46,13 @@ class _Ping(NamedTuple):
     """The message of a process that has nothing to say."""
 
 
+def packed(message: object) -> bytes:
+    """Return a message as ``Link.send_packed`` takes it."""
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
 class Channel:
-    """Messages over a connected socket, one way at a time.
+    """Messages of bytes over a connected socket, one way at a time.
 
     Raises ``OSError`` if the connection is broken, and also if the other side neither takes nor
     sends a byte for ``silence_s``.
@@ -74,17 +79,19 @@ class Channel:
         if not hmac.compare_digest(bytes(proof), hmac.digest(key, other + both, "sha256")):
             raise WrongKey
 
-    def send(self, message: object) -> None:
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    def send(self, body: bytes) -> None:
         self._socket.sendall(_LENGTH.pack(len(body)))
         rest = memoryview(body)
         while rest:
             self._socket.sendall(rest[:_PART_BYTES])
             rest = rest[_PART_BYTES:]
 
-    def receive(self) -> Any:
+    def receive(self, most: int | None = None) -> bytearray:
+        """Return the next message. Raises ``ValueError`` if it has more than ``most`` bytes."""
         (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        return pickle.loads(self._exactly(size))  # noqa: S301
+        if most is not None and size > most:
+            raise ValueError(f"a message of {size} bytes; the most is {most}")
+        return self._exactly(size)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -136,11 +143,19 @@ class Link:
         self._reader.start()
         threading.Thread(target=self._ping, name=f"ping-{self.name}", daemon=True).start()
 
+    @property
+    def is_lost(self) -> bool:
+        return self._ended.is_set()
+
     def send(self, message: object) -> None:
         """Send the message. Thread-safe."""
+        self.send_packed(packed(message))
+
+    def send_packed(self, body: bytes) -> None:
+        """Send what ``packed`` has returned. Thread-safe."""
         try:
             with self._sending:
-                self._channel.send(message)
+                self._channel.send(body)
         except OSError as error:
             self.lose(f"nothing can be sent to it: {error}")
         if self._ended.is_set():
@@ -163,7 +178,12 @@ class Link:
         """Send the last message: the end of the other process is no loss any more."""
         self._ended.set()
         with suppress(OSError), self._sending:
-            self._channel.send(message)
+            self._channel.send(packed(message))
+
+    def drop(self) -> None:
+        """Close the connection; the end of the other process is no loss any more."""
+        self._ended.set()
+        self._channel.close()
 
     def wait_for_end(self) -> None:
         """Wait some seconds for the end of the other process, and close the connection."""
@@ -186,7 +206,7 @@ class Link:
     def _read(self) -> None:
         try:
             while True:
-                message = self._channel.receive()
+                message = pickle.loads(self._channel.receive())  # noqa: S301
                 if not isinstance(message, _Ping) and not self._on_message(message):
                     self._newest_s = time.monotonic()
                     self._messages.put(message)

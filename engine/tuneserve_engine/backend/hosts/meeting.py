@@ -1,22 +1,28 @@
-"""The start of a worker of several processes: they meet, share the devices and compare notes."""
+"""The start of a worker of several processes: they meet, and strangers stay outside."""
 
+import json
 import logging
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
 
-from tuneserve_engine.backend.hosts.link import SILENCE_S, Channel, WrongKey
-from tuneserve_engine.core.backend_options import PlanRequest
+from tuneserve_engine.backend.hosts.link import SILENCE_S, Channel, Link, WrongKey
 
 logger = logging.getLogger(__name__)
 
 MEETING_S = 600.0
 """The seconds for which processes wait for each other at the start."""
 _HANDSHAKE_S = 5.0
+_HANDSHAKES = 32
+"""The connections that are looked at together; a stranger holds up none but its own."""
+_HELLO_BYTES = 4096
+_LOOK_S = 0.2
 _RETRY_S = 0.5
 _REMIND_S = 30.0
 
@@ -46,82 +52,107 @@ class Hosts:
         return f"[{name}]:{self.port + 1}" if ":" in name else f"{name}:{self.port + 1}"
 
 
-class _Hello(NamedTuple):
-    """The first message of a follower."""
-
-    number: int
-    hosts: int
-    version: str
+Welcome = Callable[[int, Channel], Link]
+"""A function that starts a link to a follower."""
+Arrival = tuple[int, Channel]
 
 
-class Terms(NamedTuple):
-    """The leader's choices, which the followers adopt: all plan the same memory alike."""
+def wait_for_followers(hosts: Hosts, welcome: Welcome) -> list[Link]:
+    """Return a link to each follower, in the order of their numbers.
 
-    device: Any
-    plan: PlanRequest
-
-
-def wait_for_followers(hosts: Hosts) -> dict[int, Channel]:
-    """Return a channel to each follower, by its number.
-
-    Raises ``NotMet`` if they are not all there in time, or if the port is taken.
+    A follower that is lost while others are missing may come again. Raises ``NotMet`` if they are
+    not all there in time, or if a port is taken: it stays taken as long as this process lives.
     """
-    channels: dict[int, Channel] = {}
-    with _listening(hosts.port) as server:
-        for left_s in _until(time.monotonic() + hosts.meeting_s):
-            missing = [
-                name for number, name in enumerate(hosts.names[1:], 1) if number not in channels
-            ]
-            if not missing:
-                return channels
-            server.settimeout(min(left_s, _REMIND_S))
-            try:
-                connected, address = server.accept()
-            except TimeoutError:
-                logger.info("waiting for %s", ", ".join(missing))
-                continue
-            try:
-                number, channel = _welcomed(hosts, connected)
-            except WrongKey:
-                logger.warning("%s has another hosts_key; it is not let in", _shown(address))
-            except (OSError, EOFError, ValueError) as error:
-                logger.warning("%s is not let in: %s", _shown(address), error)
-            else:
-                if number in channels:
-                    name = hosts.names[number]
-                    logger.warning("%s has come again: its first process is let go", name)
-                    channels[number].close()
-                channels[number] = channel
-                logger.info("%s is here", hosts.names[number])
-    for channel in channels.values():
-        channel.close()
-    raise NotMet(
-        f"{', '.join(missing)} did not come within {hosts.meeting_s:g} s; start the worker there, "
-        f"too, with the same hosts, and let it reach {hosts.names[0]}:{hosts.port}"
-    )
-
-
-def _welcomed(hosts: Hosts, connected: socket.socket) -> tuple[int, Channel]:
-    """Let a follower in. Raises ``ValueError``, after telling it, if it does not belong here."""
-    channel = Channel(connected, _HANDSHAKE_S)
+    links: dict[int, Link] = {}
+    wanted = range(1, len(hosts.names))
+    deadline_s, reminded_s = time.monotonic() + hosts.meeting_s, time.monotonic()
+    server = _listening(hosts.port)
     try:
+        _listening(hosts.port + 1).close()  # two services of JAX could share it unnoticed
+    except NotMet:
+        server.close()
+        raise
+    with _arrivals(server, hosts) as arrivals:
+        while missing := [hosts.names[n] for n in wanted if n not in links or links[n].is_lost]:
+            if time.monotonic() > deadline_s:
+                break
+            if time.monotonic() - reminded_s > _REMIND_S:
+                logger.info("waiting for %s", ", ".join(missing))
+                reminded_s = time.monotonic()
+            with suppress(Empty):
+                number, channel = arrivals.get(timeout=_LOOK_S)
+                if number in links:
+                    logger.warning("%s has come again: its first is let go", hosts.names[number])
+                    links[number].drop()
+                links[number] = welcome(number, channel)
+                logger.info("%s is here", hosts.names[number])
+    if missing:
+        for link in links.values():
+            link.drop()
+        server.close()
+        raise NotMet(
+            f"{', '.join(missing)} did not come within {hosts.meeting_s:g} s; start the worker "
+            f"there, too, with the same hosts, and let it reach {hosts.names[0]}:{hosts.port}"
+        )
+    threading.Thread(target=_turn_away, args=(server,), daemon=True).start()
+    return [links[number] for number in wanted]
+
+
+@contextmanager
+def _arrivals(server: socket.socket, hosts: Hosts) -> Iterator["SimpleQueue[Arrival]"]:
+    """Let followers in on other threads; yield a queue of those that have come."""
+    found: SimpleQueue[Arrival] = SimpleQueue()
+    ending = threading.Event()
+
+    def accept() -> None:
+        pool = ThreadPoolExecutor(_HANDSHAKES)
+        while not ending.is_set():
+            with suppress(TimeoutError):
+                connected, address = server.accept()
+                pool.submit(let_in, connected, address[0])
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    def let_in(connected: socket.socket, address: str) -> None:
+        shown = address.removeprefix("::ffff:")  # one of version 4 on a socket of version 6
+        try:
+            number, channel = _welcomed(hosts, connected)
+        except WrongKey:
+            logger.warning("%s has another hosts_key; it is not let in", shown)
+        except Exception as error:  # of any kind: it comes from outside
+            logger.warning("%s is not let in: %s", shown, error)
+        else:
+            found.put((number, channel))
+            if ending.is_set():
+                channel.close()
+
+    server.settimeout(_LOOK_S)
+    accepting = threading.Thread(target=accept, daemon=True)
+    accepting.start()
+    try:
+        yield found
+    finally:
+        ending.set()
+        accepting.join()
+        with suppress(Empty):
+            while True:
+                found.get_nowait()[1].close()
+
+
+def _welcomed(hosts: Hosts, connected: socket.socket) -> Arrival:
+    """Let a follower in. Raises ``ValueError``, after telling it, if it does not belong here."""
+    with _handshake(connected, hosts) as channel:
         channel.prove(hosts.key, leads=True)
-        hello = channel.receive()
+        hello = json.loads(channel.receive(_HELLO_BYTES))
+        number, count, release = (hello.get(name) for name in ("number", "hosts", "version"))
         refusal = ""
-        if hello.hosts != len(hosts.names) or not 0 < hello.number < hello.hosts:
-            refusal = (
-                f"it is number {hello.number} of {hello.hosts} hosts, here are {len(hosts.names)}"
-            )
-        elif hello.version != version("tuneserve"):
-            refusal = f"it has tuneserve {hello.version}, the leader has {version('tuneserve')}"
-        channel.send(refusal)
+        if release != version("tuneserve"):
+            refusal = f"it has tuneserve {release}, the leader has {version('tuneserve')}"
+        elif count != len(hosts.names) or number not in range(1, len(hosts.names)):
+            refusal = f"it is number {number} of {count} hosts, here are {len(hosts.names)}"
+        channel.send(refusal.encode())
         if refusal:
             raise ValueError(refusal)
-    except BaseException:
-        channel.close()
-        raise
-    channel.allow_silence(hosts.silence_s)
-    return hello.number, channel
+    return int(number), channel
 
 
 def find_leader(hosts: Hosts) -> Channel:
@@ -130,10 +161,10 @@ def find_leader(hosts: Hosts) -> Channel:
     Raises ``NotMet`` if it does not come in time, and ``ValueError`` if it refuses this process.
     """
     address = hosts.names[0], hosts.port
-    reminded_s = time.monotonic()
-    for _ in _until(time.monotonic() + hosts.meeting_s):
+    deadline_s, reminded_s = time.monotonic() + hosts.meeting_s, time.monotonic()
+    while True:
         try:
-            return _let_in(hosts, address)
+            return _met(hosts, address)
         except WrongKey:
             raise ValueError(
                 f"the leader at {address[0]}:{address[1]} has another hosts_key; give all hosts "
@@ -143,23 +174,37 @@ def find_leader(hosts: Hosts) -> Channel:
             if time.monotonic() - reminded_s > _REMIND_S:
                 logger.info("waiting for the leader at %s:%d: %s", *address, error)
                 reminded_s = time.monotonic()
-            time.sleep(_RETRY_S)
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(_RETRY_S)
     raise NotMet(f"the leader at {address[0]}:{address[1]} did not come in {hosts.meeting_s:g} s")
 
 
-def _let_in(hosts: Hosts, address: tuple[str, int]) -> Channel:
-    channel = Channel(socket.create_connection(address, _HANDSHAKE_S), _HANDSHAKE_S)
-    try:
+def _met(hosts: Hosts, address: tuple[str, int]) -> Channel:
+    hello = {"number": hosts.number, "hosts": len(hosts.names), "version": version("tuneserve")}
+    with _handshake(socket.create_connection(address, _HANDSHAKE_S), hosts) as channel:
         channel.prove(hosts.key, leads=False)
-        channel.send(_Hello(hosts.number, len(hosts.names), version("tuneserve")))
-        refusal = channel.receive()
-        if refusal:
+        channel.send(json.dumps(hello).encode())
+        if refusal := channel.receive(_HELLO_BYTES).decode():
             raise ValueError(f"the leader does not let this host in: {refusal}")
+    return channel
+
+
+@contextmanager
+def _handshake(connected: socket.socket, hosts: Hosts) -> Iterator[Channel]:
+    """Yield a channel that is closed if the block fails, or takes too long."""
+    channel = Channel(connected, _HANDSHAKE_S)
+    ending = threading.Timer(_HANDSHAKE_S, channel.close)
+    ending.daemon = True
+    ending.start()
+    try:
+        yield channel
     except BaseException:
         channel.close()
         raise
+    finally:
+        ending.cancel()
     channel.allow_silence(hosts.silence_s)
-    return channel
 
 
 def differing(ids: Mapping[str, str], own: str) -> str | None:
@@ -175,25 +220,20 @@ def differing(ids: Mapping[str, str], own: str) -> str | None:
     return None
 
 
-def _shown(address: tuple[str, int]) -> str:
-    """Return the IP address, without the prefix of one of version 4 on a socket of version 6."""
-    return address[0].removeprefix("::ffff:")
-
-
-@contextmanager
-def _listening(port: int) -> Iterator[socket.socket]:
+def _listening(port: int) -> socket.socket:
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+        return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
     except OSError as error:  # an earlier process may be about to end
-        raise NotMet(f"port {port} (hosts_port) cannot be used: {error.strerror}") from error
-    with server:
-        yield server
+        raise NotMet(
+            f"port {port} (hosts_port, and the next one) cannot be used: {error.strerror}"
+        ) from error
 
 
-def _until(deadline_s: float) -> Iterator[float]:
-    """Yield the seconds that are left, at least once, until none are."""
-    yield max(deadline_s - time.monotonic(), _RETRY_S)
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        yield left_s
+def _turn_away(server: socket.socket) -> None:
+    """Close all connections that come: the worker is whole. The port stays that of this worker."""
+    server.settimeout(None)
+    with suppress(OSError):
+        while True:
+            server.accept()[0].close()

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
-from tuneserve_engine.backend.base import OutOfMemory, SampleProgress, TrainResult
+import numpy as np
+
+from tuneserve_engine.backend.base import OutOfMemory, SampleProgress, SampleResult, TrainResult
 from tuneserve_engine.core.adapter import AdapterConfig
-from tuneserve_engine.core.errors import EngineError
 
 EXCHANGING = ("forward_backward", "optim_steps", "sample_until", "sample")
 """The calls during which devices of several processes wait for each other."""
@@ -63,18 +65,32 @@ class End(NamedTuple):
     """The worker has stopped."""
 
 
-def agreement(method: str, result: Any) -> Any:
+def ends_all(method: str, error: Exception) -> bool:
+    """Return whether this error in one process must end all.
+
+    Devices of other processes may wait for this one's. Programs and memory may be missing in one
+    process only; what is wrong with a request is found in all of them, before devices exchange
+    anything.
+    """
+    is_local = isinstance(error, OutOfMemory) or getattr(error, "no_room", False)
+    return method in EXCHANGING and is_local
+
+
+def agreement(result: Any) -> Any:
     """Return the part of a call's result that all processes must have in common.
 
     Only the leader's results are used; this shows whether the processes are in step.
     """
-    if isinstance(result, EngineError | OutOfMemory):
+    if isinstance(result, Exception):
         return type(result).__name__
     if isinstance(result, TrainResult):
         return result.finite
     if isinstance(result, SampleProgress):
-        ended = {name: agreement(method, each) for name, each in result.finished.items()}
-        return ended, dict(result.remaining)
-    if method == "optim_steps":
-        return [each if isinstance(each, Mapping) else type(each).__name__ for each in result]
+        ended = {name: agreement(each) for name, each in result.finished.items()}
+        return ended, dict(result.remaining), dict(result.work)
+    if isinstance(result, SampleResult):
+        drawn = [part for each in result.sequences for part in (each.tokens, each.logprobs)]
+        return crc32(b"".join(np.ascontiguousarray(part).tobytes() for part in drawn))
+    if isinstance(result, list):
+        return [each if isinstance(each, Mapping) else agreement(each) for each in result]
     return result if isinstance(result, bool) else None

@@ -29,7 +29,7 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     target_shapes,
 )
 from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
-from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
+from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd, layers_in_files
 from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
 from tuneserve_engine.backend.jax.adapters.spill_files import SpillFolder
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
@@ -42,7 +42,7 @@ from tuneserve_engine.backend.jax.fingerprint import (
 from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import Device, gib, plan
 from tuneserve_engine.backend.jax.mesh import DeviceMesh, process_devices
-from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config, stored_layers
+from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
 from tuneserve_engine.backend.jax.model_info import base_model_info
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache, is_marked
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
@@ -114,7 +114,7 @@ class JaxBackend:
         self._spill_folder = SpillFolder(room.directory)
         self._svd = DeviceSvd(
             room.decompositions or self._spill_folder.path / "decompositions",
-            partial(stored_layers, folder, dtype),
+            layers_in_files(folder, dtype),
             self._shapes,
             self.static_shapes.max_rank,
             min_free_bytes=room.min_free_bytes,

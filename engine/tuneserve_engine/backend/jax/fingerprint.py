@@ -83,7 +83,12 @@ class NumericChoices(NamedTuple):
 
 def numerics_id(folder: Path, choices: NumericChoices) -> str:
     """Return one readable line, the same for every process that computes the same bits."""
-    return _id(_device(with_cuda=True), f"base={_digest(_base_model(folder))}", choices)
+    return _id(_device(with_cuda=True), f"base={weights_digest(folder)}", choices)
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of samples of the base model's files."""
+    return _digest(_base_model(folder))
 
 
 def program_id(folder: Path, choices: NumericChoices, *, absent_gpu: str | None = None) -> str:

@@ -1,17 +1,18 @@
 """A JAX backend over several processes, each with the devices of its host: its start."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 
 from tuneserve_engine.backend.hosts.follower import Follower
 from tuneserve_engine.backend.hosts.leader import Answers, LeaderBackend
-from tuneserve_engine.backend.hosts.link import ANSWER_S, Link
+from tuneserve_engine.backend.hosts.link import ANSWER_S, Channel, Link, MemberLost
 from tuneserve_engine.backend.hosts.meeting import (
     Hosts,
     NotMet,
-    Terms,
     differing,
     find_leader,
     wait_for_followers,
@@ -20,12 +21,20 @@ from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import Device
 from tuneserve_engine.core.backend_options import BackendOptions, PlanRequest
+from tuneserve_engine.core.hub import resolve_base_model
 
 _OF_JAX: dict[str, str | bool] = {
     "jax_cpu_collectives_implementation": "gloo",
     # Otherwise JAX would take SIGTERM for itself, and a follower could not stop the worker.
     "jax_enable_preemption_service": False,
 }
+
+
+class Terms(NamedTuple):
+    """The leader's choices, which the followers adopt: all plan the same memory alike."""
+
+    device: Device
+    plan: PlanRequest
 
 
 def lead(
@@ -42,24 +51,35 @@ def lead(
     and ``ValueError`` if the hosts do not fit together.
     """
     followers: dict[Link, Answers] = {}
-    for number, channel in sorted(wait_for_followers(hosts).items()):
+    all_here = False
+
+    def welcome(number: int, channel: Channel) -> Link:
         answers = Answers(on_stop)
 
-        def lost(reason: str, answers: Answers = answers) -> None:
+        def lost(reason: str) -> None:
             answers.lose(reason)
-            on_lost(reason)
+            if all_here:
+                on_lost(reason)
 
         link = Link(channel, hosts.names[number], answers.on_message, lost, wait_s=ANSWER_S)
         followers[link] = answers
         link.start()
+        return link
+
+    links = wait_for_followers(hosts, welcome)
+    all_here = True
+    if lost := [link.name for link in links if link.is_lost]:
+        raise MemberLost(f"{', '.join(lost)} came and went")
+    followers = {link: followers[link] for link in links}
     _join(hosts)
-    devices = [default_device(), *(link.receive() for link in followers)]
-    terms = agreed_terms(hosts.names, devices, options.plan)
-    for link in followers:
+    terms = agreed_terms(
+        hosts.names, [default_device(), *(link.receive() for link in links)], options.plan
+    )
+    for link in links:
         link.send(terms)
     own = JaxBackend.from_options(replace(options, plan=terms.plan), terms.device)
-    reason = differing({link.name: link.receive() for link in followers}, own.numerics_id)
-    if reason:
+    ids = {link.name: link.receive() for link in links}
+    if reason := differing(ids, _bits_id(own, options)):
         raise ValueError(reason)
     return LeaderBackend(own, followers), own
 
@@ -85,8 +105,17 @@ def follow(
     link.send(default_device())
     terms: Terms = link.receive()
     backend = JaxBackend.from_options(replace(options, plan=terms.plan), terms.device)
-    link.send(backend.numerics_id)
-    follower.follow(backend, link)
+    follower.take(backend, link)
+    link.send(_bits_id(backend, options))
+    follower.follow()
+
+
+def _bits_id(backend: JaxBackend, options: BackendOptions) -> str:
+    """Return the numerics id and a digest of the tokenizer, which ends samples at strings."""
+    folder = resolve_base_model(options.base_model, options.base_model_revision)
+    file = folder / "tokenizer.json"
+    digest = hashlib.sha256(file.read_bytes() if file.is_file() else b"").hexdigest()[:12]
+    return f"{backend.numerics_id} tokenizer={digest}"
 
 
 def _join(hosts: Hosts) -> None:
@@ -98,6 +127,8 @@ def _join(hosts: Hosts) -> None:
             hosts.coordinator,
             len(hosts.names),
             hosts.number,
+            # Under Slurm or MPI, JAX would otherwise give each process one of its devices.
+            cluster_detection_method="deactivate",
             initialization_timeout=int(hosts.meeting_s),
         )
     except RuntimeError as error:
@@ -107,7 +138,10 @@ def _join(hosts: Hosts) -> None:
 
 
 def agreed_terms(names: Sequence[str], devices: Sequence[Device], asked: PlanRequest) -> Terms:
-    """Return the devices of all hosts and the plan for them: the smallest of each size."""
+    """Return the devices of all hosts and the plan for them: the smallest of each size.
+
+    Raises ``ValueError`` if a host has too few devices, or devices of another kind.
+    """
     first = devices[0]
     of_each = min(each.count for each in devices) if asked.devices == "auto" else asked.devices
     for name, each in zip(names, devices, strict=True):
@@ -117,10 +151,9 @@ def agreed_terms(names: Sequence[str], devices: Sequence[Device], asked: PlanReq
                 f"asks each host for {of_each} of kind {first.kind}: set devices to a number "
                 "that all have, or auto"
             )
-    device = Device(
-        first.kind,
-        min(each.memory_bytes for each in devices),
-        min(each.host_bytes for each in devices),
-        of_each * len(devices),
-    )
+    memory_bytes = min(each.memory_bytes for each in devices)
+    if first.kind == "cpu":  # the devices of a CPU share its memory
+        memory_bytes *= len(devices)
+    host_bytes = min(each.host_bytes for each in devices)
+    device = Device(first.kind, memory_bytes, host_bytes, of_each * len(devices))
     return Terms(device, replace(asked, devices=device.count))

@@ -3,6 +3,7 @@
 The contract of a backend is tested for such a group, too: tests/engine/backend/test_base.py.
 """
 
+import pickle  # noqa: S403
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -152,7 +153,7 @@ def test_every_process_samples_as_long_as_the_leader(group: HostGroup) -> None:
     """The leader alone decides; a request crosses the connection once."""
     sent: list[Any] = []
     for link in group._followers:
-        link.send = partial_note(sent, link.send)  # type: ignore[method-assign]
+        link.send_packed = partial_note(sent, link.send_packed)  # type: ignore[method-assign]
     asked = {name: ask(seed=number, stream=True) for number, name in enumerate("ab")}
     decisions = iter([True, False, False, True, True, True])
     remaining = []
@@ -169,10 +170,10 @@ def test_every_process_samples_as_long_as_the_leader(group: HostGroup) -> None:
     assert sum(isinstance(each, Yielded) for each in sent) >= 6
 
 
-def partial_note(sent: list[Any], send: Callable[[object], None]) -> Callable[[object], None]:
-    def noted(message: object) -> None:
-        sent.append(message)
-        send(message)
+def partial_note(sent: list[Any], send: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    def noted(body: bytes) -> None:
+        sent.append(pickle.loads(body))  # noqa: S301
+        send(body)
 
     return noted
 
@@ -230,22 +231,62 @@ def test_a_follower_without_room_in_an_exchange_ends_itself(
     group.create_adapter("a", SMALL)
     with pytest.raises(DeviceFailed, match="gpu-1, a process of this worker, is lost"):
         group.forward_backward(batch_of(group, 1))
-    assert [type(each) for each in group.ends] == [OutOfMemory]
+    assert [type(each) for each in group.ends] == [DeviceFailed]
     assert len(group.losses) == 1 and group.losses[0].startswith("gpu-1: ")
 
 
-def test_missing_room_outside_an_exchange_is_an_answer_if_all_lack_it(
+@pytest.mark.parametrize("full", [(0,), (1,), (0, 2), (0, 1, 2)])
+def test_an_adapter_without_room_on_any_host_is_on_none(
+    groups: Callable[..., HostGroup], full: tuple[int, ...]
+) -> None:
+    """For example because the disk of one host is full. Everything else goes on."""
+    error = OutOfMemory("there is no room for another adapter")
+    lacking = {"create_adapter": raising(error)}
+    group = groups(*(Noting(**(lacking if number in full else {})) for number in range(3)))
+    for _ in range(2):
+        with pytest.raises(OutOfMemory, match="a host of this worker has no room for a"):
+            group.create_adapter("a", SMALL)
+        assert [each.metrics["adapters"] for each in group.backends] == [0, 0, 0]
+    for each in group.backends:
+        each.on.clear()
+    group.create_adapter("a", SMALL)
+    group.forward_backward(batch_of(group, 1))
+    assert not group.ends and not group.losses
+
+
+def test_a_program_that_one_process_cannot_compile_ends_the_worker(
     groups: Callable[..., HostGroup],
 ) -> None:
-    error = OutOfMemory("there is no room for another adapter")
-    group = groups(Noting(create_adapter=raising(error)), Noting(create_adapter=raising(error)))
-    with pytest.raises(OutOfMemory):
-        group.create_adapter("a", SMALL)
-    with pytest.raises(OutOfMemory):
-        group.create_adapter("a", SMALL)
-    uneven = groups(Noting(), Noting(create_adapter=raising(error)))
-    with pytest.raises(DeviceFailed, match="create_adapter ended here with None, on gpu-1 with"):
-        uneven.create_adapter("a", SMALL)
+    """The others wait for it inside theirs."""
+    error = ServerError("this server cannot run train_micro_batch")
+    error.no_room = True
+    group = groups(Noting(), Noting(forward_backward=raising(error)))
+    group.create_adapter("a", SMALL)
+    with pytest.raises(DeviceFailed, match="gpu-1, a process of this worker, is lost"):
+        group.forward_backward(batch_of(group, 1))
+    group = groups(Noting(optim_steps=raising(error)), Noting())
+    with pytest.raises(DeviceFailed, match="cannot run train_micro_batch; other processes"):
+        group.optim_steps([])
+
+
+def test_after_a_failure_no_call_goes_out(
+    groups: Callable[..., HostGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its followers may never answer: whoever tidies up must not wait for them."""
+    leader = Noting(forward_backward=raising(OutOfMemory("the device has no room")))
+    group = groups(leader, Noting())
+    group.create_adapter("a", SMALL)
+    with pytest.raises(DeviceFailed):
+        group.forward_backward(batch_of(group, 1))
+    for call in (
+        lambda: group.delete_adapter("a"),
+        lambda: group.create_adapter("b", SMALL),
+        lambda: group.sample_until({}, lambda: True),
+    ):
+        with pytest.raises(DeviceFailed, match="about to end: the device has no room"):
+            call()
+    group.prefetch(["a"])  # does nothing
+    assert [method for method, *_ in leader.calls] == ["create_adapter", "forward_backward"]
 
 
 def test_an_error_that_should_not_be_ends_the_worker(groups: Callable[..., HostGroup]) -> None:
@@ -320,9 +361,52 @@ def test_a_follower_that_cannot_prepare_refuses_adapters_of_the_kind_everywhere(
         with pytest.raises(ServerError, match=refusal):
             call()
     assert [method for method, *_ in group.backends[0].calls] == ["prepare"]
+    for error in (RuntimeError("a bug"), ServerError("the disk is still full")):
+        follower.on["prepare"] = raising(error)
+        with pytest.raises(ServerError, match=str(error)):
+            group.prepare(OSFT)
+        with pytest.raises(ServerError, match=str(error)):
+            group.create_adapter("a", OSFT)
     follower.on.clear()
     group.prepare(OSFT)
     group.create_adapter("a", OSFT)
+    assert not group.ends
+
+
+def test_an_adapter_is_refused_while_its_kind_is_prepared_again(
+    groups: Callable[..., HostGroup],
+) -> None:
+    may_end, begun = threading.Event(), threading.Event()
+    follower = Noting(prepare=raising(ServerError("the disk is full")))
+    group = groups(Noting(), follower)
+    with pytest.raises(ServerError):
+        group.prepare(OSFT)
+
+    def wait() -> None:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+
+    follower.on["prepare"] = wait
+    with ThreadPoolExecutor(1) as pool:
+        preparing = pool.submit(group.prepare, OSFT)
+        assert begun.wait(WAIT_S)
+        with pytest.raises(ServerError, match="the disk is full"):
+            group.create_adapter("a", OSFT)
+        may_end.set()
+        preparing.result(WAIT_S)
+    group.create_adapter("a", OSFT)
+
+
+def test_a_checkpoint_of_a_kind_that_no_host_is_prepared_for_is_not_exported(
+    group: HostGroup,
+) -> None:
+    group.create_adapter("a", SMALL)
+    state = group.adapter_state("a", optimizer=False)
+    assert group.exported(state).config == SMALL  # a LoRA needs nothing
+    with pytest.raises(ServerError, match="kind osft share is not there on every host"):
+        group.exported(replace(state, config=OSFT))
+    group.prepare(OSFT)
+    group.exported(replace(state, config=OSFT))
 
 
 def test_processes_with_other_decompositions_take_no_adapters_of_the_kind(

@@ -1,5 +1,6 @@
 """Connections between the processes of a worker: keys, messages, silence and ends."""
 
+import pickle  # noqa: S403
 import socket
 import threading
 import time
@@ -174,7 +175,7 @@ def test_the_last_message_is_read_and_the_end_after_it_is_no_loss(pair: Pair) ->
     with ThreadPoolExecutor(1) as pool:
         one.link.send_last("end")
         ending = pool.submit(one.link.wait_for_end)
-        assert other.receive() == "end" and not ending.done()
+        assert pickle.loads(other.receive()) == "end" and not ending.done()  # noqa: S301
         other.close()
         ending.result(WAIT_S)
     assert not one.losses

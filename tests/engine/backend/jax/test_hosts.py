@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,9 @@ def print_bits(backend: Any) -> None:
     backend.load_snapshot("s", backend.exported_adapter("osft"))
     prompt = np.arange(1, 12, dtype=np.int32)
     request = SamplingRequest(prompt, "s", 3, 2, 6, prompt_logprobs=True, topk_sample=2)
-    progress = backend.sample_until({"a": request}, lambda: True)
+    others = {name: replace(request, seed=n) for n, name in enumerate("bcdefghi", 10)}
+    backend.sample_until(others, lambda: True)
+    progress = backend.sample_until({"a": request}, lambda: True)  # the others are dropped
     while not progress.finished:
         progress = backend.sample_until({"a": request}, lambda: True)
     result = progress.finished["a"]
@@ -102,6 +105,7 @@ def start(
     environment = os.environ | {
         "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONHASHSEED": str(number),  # no order of a set is that of another process
     }
     return subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import run_process; run_process(*{arguments})"],
@@ -136,6 +140,12 @@ def test_processes_have_the_bits_of_one_process_with_as_many_devices(
 
 NAMES = ("gpu-0", "gpu-1")
 SMALL, LARGE = Device("gpu", 80, 500, 4), Device("gpu", 90, 400, 8)
+
+
+def test_the_cpus_of_several_hosts_add_up() -> None:
+    hosts = [Device.cpu(64, 2), Device.cpu(48, 2)]
+    terms = agreed_terms(NAMES, hosts, PlanRequest(devices=2))
+    assert terms.device.bytes_of_each(4) == Device.cpu(48, 2).bytes_of_each(2)
 
 
 def test_the_plan_is_for_the_least_that_every_host_has() -> None:

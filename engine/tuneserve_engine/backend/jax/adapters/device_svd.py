@@ -4,6 +4,7 @@ Dimension key: L layers, K directions of a decomposition.
 """
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from tuneserve_engine.adapters.kinds.base import (
 )
 from tuneserve_engine.adapters.svd import BaseWeightSvd, Layers, trainable_mask
 from tuneserve_engine.backend.jax.adapters.arrays import Put, TargetShapes, host_zeros
+from tuneserve_engine.backend.jax.fingerprint import weights_digest
+from tuneserve_engine.backend.jax.model.weights import stored_layers
 from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.backend_options import DType
 
 _DIGEST_CHARS = 16
 _LAYOUT = b"directions are rows"
@@ -103,6 +107,21 @@ class DeviceSvd:
         u, s, v = self.decomposition.arrays(name)
         shapes = self._device_shapes[name]
         return _fitted(u, shapes["u"]), _fitted(s, shapes["s"]), _fitted(v, shapes["v"])
+
+
+def layers_in_files(folder: Path, dtype: DType) -> Layers:
+    """Return a function that reads a projection's layers from the files of the base model.
+
+    It raises ``ValueError`` if these have changed since this call.
+    """
+    digest = weights_digest(folder)
+
+    def layers(weight: str) -> Iterator[Any]:
+        if weights_digest(folder) != digest:
+            raise ValueError(f"{folder} has changed since the worker started; restart the worker")
+        return stored_layers(folder, dtype, weight)
+
+    return layers
 
 
 def _fitted(array: Any, shape: tuple[int, ...]) -> Any:

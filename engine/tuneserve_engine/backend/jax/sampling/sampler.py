@@ -156,7 +156,8 @@ class JaxSampler:
 
     def _drop_all_but(self, asked: Collection[str]) -> None:
         """Drop running requests that are not in ``asked``."""
-        for name in self._running.keys() - set(asked):
+        # In order, so that pages are free in the same order in every process.
+        for name in [name for name in self._running if name not in asked]:
             for sequence in self._running.pop(name).sequences:
                 queue = self._waiting.get(_queue_key(sequence), ())
                 if sequence in queue:

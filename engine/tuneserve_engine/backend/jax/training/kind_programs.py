@@ -158,7 +158,7 @@ def pairs_of(
         for name, own in parts.items():
             a[name], b[name] = kind.lora_pair(own, frozen[name] if frozen else None)
     rank = next(iter(a.values())).shape[-1]
-    for name in shapes.keys() - parts.keys():
+    for name in [name for name in shapes if name not in parts]:
         padded = LORA.parameter_shapes(shapes[name], rank)
         a[name], b[name] = jnp.zeros(padded["A"]), jnp.zeros(padded["B"])
     return LoraWeights(a, b)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.engine.backend.jax.training.packed_case import TINY, model_of
+from tests.engine.conftest import TINY as BASE
+from tests.engine.conftest import write_base_model
 from tests.support.adapters import live, settled
 from tuneserve_engine.adapters.kinds import kind_of
 from tuneserve_engine.adapters.state import AdapterState
@@ -19,7 +21,8 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     target_shapes,
 )
 from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
-from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
+from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd, layers_in_files
+from tuneserve_engine.backend.jax.model.weights import load_base_model
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError
 
@@ -51,6 +54,21 @@ SHARED = 4 * 3 * (
 
 def layers_of(model: Any) -> Callable[[str], Any]:
     return lambda name: np.asarray(model.layers[name][...])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_come_from_the_files_as_the_device_has_them_until_these_change(
+    tmp_path: Path, dtype: Any
+) -> None:
+    folder = write_base_model(tmp_path / "model", BASE)
+    model, _ = load_base_model(str(folder), dtype=dtype)
+    layers = layers_in_files(folder, dtype)
+    for name in ("q_proj", "down_proj"):
+        wanted = np.asarray(model.layers[name][...])
+        assert [each.tobytes() for each in layers(name)] == [each.tobytes() for each in wanted]
+    write_base_model(folder, BASE | {"rope_theta": 5000.0})
+    with pytest.raises(ValueError, match="has changed since the worker started; restart the wor"):
+        layers("q_proj")
 
 
 @pytest.fixture

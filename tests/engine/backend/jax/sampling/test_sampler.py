@@ -19,12 +19,14 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling import programs as sample_programs
+from tuneserve_engine.backend.jax.sampling.decode_batch import DecodeBatch
 from tuneserve_engine.backend.jax.sampling.programs import (
     MAX_TOP_TOKENS,
     STEPS_PER_DISPATCH,
     Programs,
 )
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
+from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError, UserError
 from tuneserve_engine.core.sampling_options import MAX_TOP_K
@@ -162,6 +164,28 @@ def test_neighbours_change_no_bit_of_a_request(
     results = sampler.sample([COMPANY[i] for i in chosen])
     for index, result in zip(chosen, results, strict=True):
         assert_same_bits(result, alone[index])
+
+
+def test_dropped_requests_free_their_pages_in_the_order_in_which_they_came(
+    sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several processes of one worker must have their pages in the same order.
+
+    The order of a set of names is another one in every process.
+    """
+    names = [f"request-{number}" for number in range(DECODE_SLOTS)]
+    asked = {name: request(5, seed=n, max_tokens=15) for n, name in enumerate(names)}
+    sampler.sample_until(asked, lambda: True)
+    freed: list[int] = []
+    evict = DecodeBatch.evict
+
+    def noted(batch: DecodeBatch, sequence: DecodedSequence) -> None:
+        freed.append(sequence.request.seed)
+        evict(batch, sequence)
+
+    monkeypatch.setattr(DecodeBatch, "evict", noted)
+    sampler.sample_until({}, lambda: True)
+    assert freed == list(range(DECODE_SLOTS)) and len(freed) > 3
 
 
 def test_a_nan_adapter_in_the_same_decode_slots_leaves_nothing_behind(sampler: JaxSampler) -> None:
