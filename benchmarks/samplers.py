@@ -64,6 +64,14 @@ def _ready(server: LocalServer) -> list[str]:
     return [line for line in lines if line.startswith("tuneserve_ready{") and line.endswith(" 1.0")]
 
 
+def sampled(server: LocalServer) -> list[float]:
+    """Return the tokens that each sampler has drawn, once all have reported them."""
+    time.sleep(float(FAST["lease_ttl_s"]))
+    lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+    told = [line for line in lines if line.startswith("tuneserve_tokens_sampled_total{")]
+    return [float(line.split()[-1]) for line in sorted(told) if 'worker="sampler-' in line]
+
+
 @contextmanager
 def load(client: tinker.ServiceClient, base_model: str) -> Iterator[list[int]]:
     """Keep samples of one tenant running; yields the number of those that have ended."""
@@ -97,7 +105,7 @@ def reach(trainer: tinker.TrainingClient) -> float:
         sampler.sample(
             PROMPT,
             num_samples=1,
-            sampling_params=types.SamplingParams(max_tokens=4, seed=number),
+            sampling_params=types.SamplingParams(max_tokens=16, seed=number),
         )
         for number in range(2 * SAMPLERS)
     ]
@@ -119,10 +127,13 @@ def main() -> None:
         busy = tinker.ServiceClient(base_url=server.url, api_key="tml-busy")
         trainer = client.create_lora_training_client(base_model=server.base_model, rank=32).result()
         reach(trainer)
+        before = sampled(server)
         idle = sorted(reach(trainer) for _ in range(SAVES))
+        shares = [now - then for then, now in zip(before, sampled(server), strict=True)]
         with load(busy, server.base_model) as ended:
             loaded = sorted(reach(trainer) for _ in range(SAVES))
-    figures = {"idle_s": idle, "loaded_s": loaded, "samples_beside": ended[0]}
+    even = min(shares) * SAMPLERS / sum(shares)
+    figures = {"idle_s": idle, "loaded_s": loaded, "samples_beside": ended[0], "even": even}
     rows = [
         [name, statistics.median(found), found[int(0.99 * SAVES) - 1], found[-1]]
         for name, found in (("idle", idle), (f"{LOADS} samples running", loaded))
@@ -130,8 +141,9 @@ def main() -> None:
     setup = machine("jax", "tinker", threads=os.cpu_count() or 1)
     about = (
         f"`benchmarks/samplers.py`: seconds from a save's answer to the last of {2 * SAMPLERS} "
-        f"samples of 4 tokens by {SAMPLERS} workers that only sample, beside one that trains, all "
-        f"on one machine; {SAVES} saves, the embedded model, rank 32; {setup}."
+        f"samples of 16 tokens by {SAMPLERS} workers that only sample, beside one that trains, all "
+        f"on one machine; {SAVES} saves, the embedded model, rank 32. The sampler with the fewest "
+        f"of these tokens drew {even:.2f} of an even share; {setup}."
     )
     columns = ["samplers", "median", "p99", "slowest"]
     publish(

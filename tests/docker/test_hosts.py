@@ -132,7 +132,8 @@ def test_the_number_of_samplers_follows_a_metric_of_ours() -> None:
     assert SCALING["spec"]["scaleTargetRef"]["name"] == DEPLOYMENT["metadata"]["name"]
     (trigger,) = SCALING["spec"]["triggers"]
     query = trigger["metadata"]["query"]
-    found = re.fullmatch(r'sum\(tuneserve_(\w+)\{base_model="(.+)"\}\) / (\d+)', query)
+    form = r'sum\(max by \(worker\) \(tuneserve_(\w+)\{base_model="(.+)"\}\)\) / (\d+)'
+    found = re.fullmatch(form, query)
     assert found is not None and found[1] in WORKER_METRICS
     given = {each["name"]: each.get("value") for each in SAMPLER["env"]}
     assert found[2] == given["TUNESERVE_BASE_MODEL"]

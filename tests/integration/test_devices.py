@@ -35,6 +35,7 @@ def sampled(trainer):
     return result.sequences[0]
 
 
+@pytest.mark.nightly  # tests/faults/test_kills_hosts.py and test_mesh.py show the parts
 def test_training_on_two_devices_goes_on_after_a_kill_and_on_one_device(tmp_path, monkeypatch):
     """Two equal models: one undisturbed, the other over a killed worker and another service."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")

@@ -21,8 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 PROMPT = types.ModelInput.from_ints(list(range(5, 25)))
-SAMPLES = 12
-LENGTH = 64
+SAMPLES, SEQUENCES, LENGTH = 16, 24, 200
 
 
 class Samplers:
@@ -31,6 +30,7 @@ class Samplers:
     def __init__(self, running: LocalServer) -> None:
         self._running = running
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.trainer = ""
 
     def add(self, name: str) -> None:
         given = QUICK | {"data_dir": self._running.data_dir, "sample_only": "true"}
@@ -43,11 +43,14 @@ class Samplers:
                 stderr=log,
             )
 
-    def until(self, count: int) -> None:
+    def until(self, *names: str) -> None:
+        """Wait until exactly these serve, beside the worker that trains."""
         deadline_s = time.monotonic() + 120
-        while health(self._running)["base_models"][0]["samplers"] != count:
+        while set(names) != told(self._running, "decode_slots").keys() - {self.trainer}:
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
+        (served,) = health(self._running)["base_models"]
+        assert served.get("samplers", 0) == len(names)
 
     def end(self) -> None:
         for process in self.processes.values():
@@ -60,21 +63,26 @@ def health(running: LocalServer) -> dict:
         return json.load(answer)
 
 
-def sampled_by(running: LocalServer) -> dict[str, float]:
-    """The tokens that each worker has sampled, as of its last report."""
+def told(running: LocalServer, name: str) -> dict[str, float]:
+    """A metric of each worker that is alive, as of its last report."""
     with urllib.request.urlopen(f"{running.url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    found = [each for each in lines if each.startswith("tuneserve_tokens_sampled_total{")]
+    found = [each for each in lines if each.startswith(f"tuneserve_{name}{{")]
     return {each.split('worker="')[1].split('"')[0]: float(each.split()[-1]) for each in found}
+
+
+def sampled_by(running: LocalServer) -> dict[str, float]:
+    return told(running, "tokens_sampled_total")
 
 
 def begun(sampler, seeds):
     params = [types.SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=n) for n in seeds]
-    return [sampler.sample(PROMPT, num_samples=1, sampling_params=each) for each in params]
+    return [sampler.sample(PROMPT, num_samples=SEQUENCES, sampling_params=each) for each in params]
 
 
 def tokens(futures):
-    return [future.result(timeout=120).sequences[0].tokens for future in futures]
+    found = [future.result(timeout=120).sequences for future in futures]
+    return [[each.tokens for each in sequences] for sequences in found]
 
 
 def test_samplers_take_the_samples_and_leave_again(tmp_path, monkeypatch):
@@ -94,31 +102,45 @@ def run_scenario(running, client, samplers):
     step(trainer, DATA)
     first = trainer.save_weights_and_get_sampling_client().result()
     wanted = tokens(begun(first, range(SAMPLES)))
-    (of_trainer,) = sampled_by(running)
+    (samplers.trainer,) = sampled_by(running)
 
     for name in ("one", "two"):
         samplers.add(name)
-    samplers.until(2)
-    before = sampled_by(running)[of_trainer]
+    samplers.until("one", "two")
+    before = sampled_by(running)[samplers.trainer]
     futures = begun(first, range(SAMPLES))
-    samplers.add("three")
-    step(trainer, DATA)  # the trainer trains meanwhile
-    samplers.processes["one"].kill()
-    samplers.until(2)  # "one" has gone, and "three" has come
-    futures += begun(first, range(SAMPLES))
-    assert tokens(futures) == 2 * wanted
+    for victim, successor, left in (
+        ("one", "three", ("two", "three")),
+        ("two", "four", ("four", "three")),
+    ):
+        futures += begun(first, range(SAMPLES))
+        until_busy(running, victim)
+        samplers.add(successor)
+        samplers.processes[victim].kill()
+        step(trainer, DATA)  # the trainer trains meanwhile
+        samplers.until(*left)
+    assert tokens(futures) == 3 * wanted
 
-    second = trainer.save_weights_and_get_sampling_client().result()  # its file reaches them all
+    second = trainer.save_weights_and_get_sampling_client().result()  # its file reaches both
+    reached = sampled_by(running)
     found = tokens(begun(second, range(SAMPLES)))
     deadline_s = time.monotonic() + 30
-    while min(sampled_by(running).get(name, 0) for name in ("two", "three")) < LENGTH:
+    while any(sampled_by(running)[name] - reached[name] < LENGTH for name in ("three", "four")):
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
-    assert sampled_by(running)[of_trainer] == before
+    assert sampled_by(running)[samplers.trainer] == before
     assert health(running)["worker"] == "ready"
 
-    for name in ("two", "three"):
+    for name in ("three", "four"):
         samplers.processes[name].terminate()
         assert samplers.processes[name].wait(60) == 0
-    samplers.until(0)
+    samplers.until()
     assert tokens(begun(second, range(SAMPLES))) == found  # by the trainer, the same tokens
+
+
+def until_busy(running: LocalServer, name: str) -> None:
+    """Wait until the worker has unfinished sequences: its death leaves some to others."""
+    deadline_s = time.monotonic() + 60
+    while not told(running, "sequences_unfinished").get(name):
+        assert time.monotonic() < deadline_s, "its samples had ended before it was looked at"
+        time.sleep(0.05)

@@ -24,8 +24,8 @@ WORKER_METRICS = {
     "lane_steps_total": "The number of decode steps, counted once per decode slot, idle slots "
     "included. Divide tokens_sampled_total by it for the share of slots in use.",
     "decode_slots": "The number of sequences that the worker decodes together.",
-    "samples_unfinished": "The number of samples that wait for this worker or run on it. Compare "
-    "it with decode_slots to decide about more workers.",
+    "sequences_unfinished": "The number of sequences, of samples, that wait for this worker or run "
+    "on it. Compare it with decode_slots to decide about more workers.",
     "samples_preempted_total": "The number of sequences that lost their KV pages to others and "
     "started anew. They get the same tokens.",
     "prompt_tokens_total": "The number of tokens in the prompts of samples, counted once per "

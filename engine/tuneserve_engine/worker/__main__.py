@@ -215,6 +215,11 @@ async def _work(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)
         pauses.shorten()
+        if settings.sample_only and settings.compile_ahead:
+            # Otherwise all samples would come at once, and wait for programs.
+            while not own.programs.ready.is_set() and not worker.is_stopping:
+                pulse.touch()
+                await asyncio.to_thread(own.programs.wait, min(1.0, settings.lease_ttl_s / 3))
         await worker.run_until_stopped()
         logger.info("stopped")
 

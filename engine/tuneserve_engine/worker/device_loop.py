@@ -19,6 +19,7 @@ from tuneserve_engine.process.failpoints import failpoint
 from tuneserve_engine.worker.execution.decode_ahead import PayloadPrefetcher
 from tuneserve_engine.worker.execution.executor import JobExecutor
 from tuneserve_engine.worker.execution.outcomes import BatchResult
+from tuneserve_engine.worker.scheduling.cost_model import sequences_of
 from tuneserve_engine.worker.scheduling.runnable import Running, RunningSample
 from tuneserve_engine.worker.scheduling.scheduler import BATCH_S, Scheduler
 from tuneserve_engine.worker.services import WorkerServices
@@ -75,9 +76,12 @@ class DeviceLoop:
         self._ended = threading.Event()
 
     @property
-    def samples(self) -> int:
-        """The number of samples that wait or run."""
-        return self._pending.samples + len(self._sampling)
+    def sequences(self) -> int:
+        """The number of sequences that samples, waiting or running, have still to end."""
+        waiting = [each for each in self._pending.in_order() if each.kind == JobKind.SAMPLE]
+        begun = [each for each in self._on_device if each.request_id not in self._sampling]
+        running = sum(each.sequences for each in self._sampling.values())
+        return running + sum(map(sequences_of, [*waiting, *begun]))
 
     def stop(self) -> None:
         """Make ``run`` return after the running batch.

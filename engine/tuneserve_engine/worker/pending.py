@@ -19,8 +19,7 @@ class PendingJobs:
         self._pending: dict[str, Job] = {}
         self.replays: dict[str, asyncio.Future[Outcome]] = {}
         """The future outcomes of logged jobs that are replayed, by request id."""
-        self.samples = 0
-        """The number of samples that wait."""
+        self._samples = 0
         self.is_empty = True
         """Whether no job waits. Any thread may read it."""
         self.arrived = asyncio.Event()
@@ -28,7 +27,7 @@ class PendingJobs:
     def add_jobs(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             self.is_empty = False
-            self.samples += job.request_id not in self._pending and job.kind == JobKind.SAMPLE
+            self._samples += job.request_id not in self._pending and job.kind == JobKind.SAMPLE
             self._pending[job.request_id] = job
         self.arrived.set()
 
@@ -54,7 +53,7 @@ class PendingJobs:
     @property
     def has_samples(self) -> bool:
         """Whether a sample waits. Any thread may read it."""
-        return self.samples > 0
+        return self._samples > 0
 
     def in_order(self) -> list[Job]:
         return sorted(self._pending.values(), key=lambda job: job.release)
@@ -68,7 +67,7 @@ class PendingJobs:
     def remove_jobs(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             del self._pending[job.request_id]
-            self.samples -= job.kind == JobKind.SAMPLE
+            self._samples -= job.kind == JobKind.SAMPLE
         self.is_empty = not self._pending
 
     def drop_requests(self, request_ids: Iterable[str]) -> None:

@@ -152,6 +152,10 @@ class Worker:
         self._stopping.set()
         self._device_loop.stop()
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
     async def run_until_stopped(self) -> None:
         """Run jobs until ``stop``, then return.
 
@@ -208,7 +212,7 @@ class Worker:
             "device_seconds_total": self._device_loop.device_s,
             "device_seconds_overhead_total": self._ledger.overhead_s,
             "host_seconds_total": self._device_loop.host_s,
-            "samples_unfinished": self._device_loop.samples,
+            "sequences_unfinished": self._device_loop.sequences,
             "model_flops_total": self._ledger.flops,
             "points_unreadable_total": self._models.points_unreadable,
             "device_peak_flops": self._peak_flops,

@@ -116,6 +116,12 @@ def up(given: Given) -> None:
     # Settings that a child would refuse are reported before the port is checked: another service
     # on the port must not be taken for the child.
     worker_settings = _settings(WorkerSettings, given)
+    if worker_settings.sample_only:
+        say(
+            "sample_only is set, and models would wait for a worker that trains; unset it, and "
+            "start workers that only sample by tuneserve worker --sample-only"
+        )
+        raise typer.Exit(REFUSED)
     if settings.log_format == "json":
         logs.start("up", settings)
     _check_engine()

@@ -37,9 +37,10 @@ async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> 
 
 
 def _own(health: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the base model's entry in ``healthz`` once a worker serves it, else None."""
+    """Return the base model's entry in ``healthz`` once a worker trains it, else None."""
     models = health.get("base_models", [])
-    return next((each for each in models if each["name"] == name and each["workers"]), None)
+    trained = [each for each in models if each["workers"] > each.get("samplers", 0)]
+    return next((each for each in trained if each["name"] == name), None)
 
 
 def health_of(url: str) -> dict[str, Any]:

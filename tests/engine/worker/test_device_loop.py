@@ -223,6 +223,23 @@ def test_a_sample_cancelled_while_it_runs_stops(tmp_path: Path) -> None:
     run(tmp_path, scenario, replace(NEVER, renew_s=0.05))
 
 
+def test_the_metric_of_samples_counts_their_sequences_from_arrival_to_end(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        backend = Stepwise(slices=10**9)
+        await restarted(bench, backend)
+        loop = bench.worker._device_loop
+        assert loop.sequences == 0
+        samples = [await bench.sample("b", seq) for seq in range(3)]
+        await until(lambda: backend.calls.keys() == set(samples))
+        assert loop.sequences == 3
+        backend.slices = 1
+        for each in samples:
+            await bench.ok(each)
+        await until(lambda: loop.sequences == 0)
+
+    run(tmp_path, scenario, NEVER)
+
+
 def test_samples_continue_while_a_save_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,13 @@ def test_a_port_in_use_is_named_with_a_way_out(command: str, tmp_path: Path) -> 
     assert "Traceback" not in result.stderr
 
 
+def test_a_service_whose_only_worker_would_only_sample_is_refused(tmp_path: Path) -> None:
+    result = tuneserve("up", "--sample-only", "--data-dir", str(tmp_path))
+    assert result.returncode == 2
+    assert "models would wait for a worker that trains; unset it, and start" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_a_data_directory_that_cannot_hold_the_socket_is_refused(tmp_path: Path) -> None:
     result = tuneserve("api", "--port", "8498", "--data-dir", str(tmp_path / ("x" * 100)))
     assert result.returncode == 2

@@ -137,6 +137,7 @@ class JaxBackend:
         self.programs = ProgramRegistry(kept or None, mesh)
         """The programs that are compiled or will be."""
         self._trainer = Trainer(self.programs, model, self.static_shapes)
+        self._trains = trains
         if trains:
             self._trainer.declare()
         self._sampler = JaxSampler(
@@ -236,7 +237,7 @@ class JaxBackend:
         if not kind.needs_decomposition:
             return
         slots, size = (
-            self.static_shapes.slots(rank_bucket),
+            self.static_shapes.slots(rank_bucket) if self._trains else 1,
             adapter_bytes(self._shapes, rank_bucket, kind),
         )
         needed = slots * size + self._svd.bytes

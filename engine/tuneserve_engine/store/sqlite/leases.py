@@ -43,7 +43,7 @@ class Leases:
     ) -> Lease:
         info = _of_known_revision(tx, info)
         self._forgive_silence(tx)
-        self._note_served(tx, info)
+        self._note_served(tx, info, keeps=only_samples)
         row = tx.execute("SELECT epoch, owner FROM workers WHERE name = ?", name).fetchone()
         if row is not None and row[1] == owner:
             tx.execute("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, row[0])
@@ -144,12 +144,13 @@ class Leases:
         if row[0] is not None and row[0] < tx.now_s - self.policy.lease_ttl_s / 2:
             tx.execute("UPDATE workers SET seen_s = ?", tx.now_s)
 
-    def _note_served(self, tx: Transaction, info: BaseModelInfo) -> None:
+    def _note_served(self, tx: Transaction, info: BaseModelInfo, *, keeps: bool) -> None:
+        """Note the facts about a base model. A worker that only samples ``keeps`` known ones."""
         tx.execute(
-            "INSERT OR REPLACE INTO served (base_model, seen_s, info) VALUES (?, ?, ?)",
-            info.name,
-            tx.now_s,
-            msgspec.json.encode(info).decode(),
+            "INSERT INTO served (base_model, seen_s, info) VALUES (?, ?, ?) "
+            "ON CONFLICT (base_model) DO UPDATE SET seen_s = excluded.seen_s, "
+            "info = IIF(?, info, excluded.info)",
+            *(info.name, tx.now_s, msgspec.json.encode(info).decode(), keeps),
         )
 
     def _end(self, tx: Transaction, epoch: int, *, died: bool) -> str:

@@ -25,6 +25,14 @@ _REMEMBERED = 9
 program."""
 
 
+def sequences_of(job: Job) -> int:
+    """Return the number of sequences that a sample asks for; 0 if its payload is invalid."""
+    try:
+        return msgspec.msgpack.decode(job.payload, type=_SampleSize).num_samples
+    except msgspec.DecodeError:
+        return 0
+
+
 @dataclass(frozen=True)
 class Cost:
     """The cost of one job. Costs compare within a kind only.

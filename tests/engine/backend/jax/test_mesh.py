@@ -19,8 +19,11 @@ import pytest
 
 from tests.engine.conftest import STATIC_SHAPES, TINY, write_base_model
 from tests.support.nightly import at_night
+from tuneserve_engine.adapters.kinds import kind_of
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SamplingRequest
+from tuneserve_engine.backend.jax.adapters.arrays import adapter_bytes, target_shapes
+from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.memory.sizes import EngineShape, Sizes
 from tuneserve_engine.backend.jax.mesh import OWN, WHOLE, DeviceMesh
@@ -311,6 +314,32 @@ def test_a_device_has_its_part_of_the_weights(devices: int, new: NewBackend) -> 
     sizes = Sizes(ModelConfig.from_hf(BIASED), shape)
     assert sum(x.addressable_data(0).size for x in arrays) == sizes.own_parameters
     assert sum(x.size for x in arrays) == sizes.parameters
+
+
+def test_a_backend_that_only_samples_declares_no_training_and_exports_what_others_trained(
+    model: Path, new: NewBackend, tmp_path: Path
+) -> None:
+    """Checkpoints of training, whose arrays are those of their kind, are sampled from, too."""
+    trainer = new(1)
+    trained(trainer, 0)
+    config = CONFIGS["osft"]
+    room = adapter_bytes(target_shapes(ModelConfig.from_hf(BIASED)), 8, kind_of(config))
+    shared = trainer._svd.bytes
+    sampler = backend_on(
+        model,
+        1,
+        trains=False,
+        room=AdapterRoom(
+            device_bytes=room + shared, decompositions=trainer._svd.decomposition._folder.parent
+        ),
+    )
+    names = {shape.name.split()[0] for shape in sampler.programs.shapes()}
+    assert {"prefill", "decode"} <= names and "train_micro_batch" not in names
+    assert "empty_slots" not in names and "adamw_step" not in names
+    sampler.prepare(config)
+    state = trainer.adapter_state("osft", optimizer=True)
+    got, wanted = sampler.exported(state), trainer.exported_adapter("osft")
+    assert bits([got.weights]) == bits([wanted.weights])
 
 
 def test_a_restart_on_several_devices_compiles_nothing(model: Path, tmp_path: Path) -> None:

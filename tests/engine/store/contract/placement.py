@@ -115,6 +115,18 @@ class PlacementContract(Contract):
         assert (served.workers, served.samplers, served.trainers) == (2, 1, 1)
 
     @scenario
+    async def test_a_worker_that_only_samples_changes_no_limit_of_models(
+        self, bench: Bench
+    ) -> None:
+        other = replace(INFO, max_rank=8)
+        await bench.join("sampler", other, only_samples=True)
+        (served,) = await bench.store.base_models()
+        assert (served.info, served.samplers) == (INFO, 1)
+        await bench.join("trainer", other)
+        (served,) = await bench.store.base_models()
+        assert served.info == other
+
+    @scenario
     async def test_a_worker_may_come_back_as_one_that_only_samples(self, bench: Bench) -> None:
         """Its models wait, or go to another; under the same process nothing changes."""
         await bench.submit(1)

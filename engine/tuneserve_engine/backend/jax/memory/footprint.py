@@ -41,9 +41,7 @@ class Footprint(Sizes):
         """All parts except the adapters, which take what is left."""
         return (
             self.base,
-            *(self.training if self.shape.trains else ()),
-            *self.temporaries,
-            self.step,
+            *(self.training if self.shape.trains else self.of_prefill),
             *((self.sampling.unstacked,) if self.sampling.unstacked.bytes else ()),
             *self.sampling.lines,
             *self.wide_copies,
@@ -51,17 +49,26 @@ class Footprint(Sizes):
 
     @property
     def training(self) -> tuple[Line, ...]:
-        """The parts that training alone needs."""
+        """All parts of training except the adapters."""
         return (
             *(self.adapter_slots(rank) for rank in self.shape.static_shapes.rank_buckets),
             self.tape,
             self.layer_gradients,
             self.batches,
+            *self.temporaries,
+            self.step,
         )
 
     @property
+    def of_prefill(self) -> tuple[Line, ...]:
+        """The temporary memory of training that prefill shares, unless it has kernels."""
+        if has_kernels(self.config, self.shape.device_kind):
+            return ()
+        return (self.chunk, *((self.gathered,) if self.gathered.bytes else ()))
+
+    @property
     def temporaries(self) -> tuple[Line, ...]:
-        """The temporary memory of training and scoring, and of prefill.
+        """The temporary memory of training and scoring.
 
         If kernels compute the adapters, only one of the two takes room, and of its phases only one.
         """

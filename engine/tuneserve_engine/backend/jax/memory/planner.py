@@ -7,7 +7,7 @@ which matters because bits depend on parts of it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from tuneserve_engine.backend.jax.memory.footprint import Footprint
@@ -128,14 +128,12 @@ def _plan(config: ModelConfig, device: Device, request: PlanRequest, devices: in
     for shape in _shapes(config, device, request, devices):
         footprint = Footprint(config, shape)
         left = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
-        adapters, snapshots = left, 0
         if request.adapter_device_bytes is not None:
-            adapters = min(left, request.adapter_device_bytes)
+            left = min(left, request.adapter_device_bytes)
+        snapshots = left // 2 if request.sample_only else 0
+        adapters = left - snapshots
         if adapters < footprint.batch_adapter_bytes:
             continue
-        if request.sample_only:
-            adapters = footprint.batch_adapter_bytes
-            snapshots = left - adapters
         free = device_bytes - footprint.bytes - adapters - snapshots
         return Plan(
             static_shapes=shape.static_shapes,
@@ -186,8 +184,8 @@ def _shapes(
     default_tokens = _CPU_MICRO_BATCH_TOKENS if is_cpu else _MICRO_BATCH_TOKENS
     least = max(context, longest_bin(chunk))  # bits depend on the packing of a bin
     lengths = _halves(request.batch_tokens, default_tokens, least)
-    if request.sample_only:
-        remats = remats[:1]  # without an effect, but programs and bits are named after it
+    if request.sample_only and (trained := _shape_to_train(config, device, request, devices)):
+        yield trained
     rows = request.sample_rows
     snapshots = _halves(None, rows, 1)
     context_shapes = StaticShapes(context, chunk=chunk)
@@ -214,6 +212,25 @@ def _shapes(
                 *(static_shapes, remat, rows, kept, dtype, device.kind, held, devices),
                 trains=not request.sample_only,
             )
+
+
+def _shape_to_train(
+    config: ModelConfig, device: Device, request: PlanRequest, devices: int
+) -> EngineShape | None:
+    """Return the shape of a worker that trains on such a device, for one that only samples.
+
+    Programs, bits and the ranks of adapters are then those of that worker. None if it would not
+    fit.
+    """
+    try:
+        found = _plan(config, device, replace(request, sample_only=False), devices)
+    except DoesNotFit:
+        return None
+    return EngineShape(
+        *(found.static_shapes, found.remat, found.sample_rows, found.sample_rows, found.dtype),
+        *(device.kind, most_pages(found.static_shapes, found.sample_rows), devices),
+        trains=False,
+    )
 
 
 def _rank_buckets(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:

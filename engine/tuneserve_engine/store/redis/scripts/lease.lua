@@ -13,7 +13,8 @@ if revision ~= '' then
   call('HSET', P .. 'served-revision', base, revision)
 end
 leases.forgive(policy.ttl)
-call('HSET', P .. 'served', base, info)
+-- What a model may ask for is up to the workers that train.
+call(only == '1' and 'HSETNX' or 'HSET', P .. 'served', base, info)
 call('HSET', P .. 'served-seen', base, NOW)
 local earlier = call('HGET', P .. 'names', name)
 if earlier and call('HGET', worker_key(earlier), 'owner') == owner then
