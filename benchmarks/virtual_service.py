@@ -17,6 +17,7 @@ from typing import Any
 import greenlet
 import numpy as np
 
+from tests.faults.simulation import Inline
 from tests.support.fake_backend import FakeBackend
 from tests.support.memory_store import MemoryStore
 from tuneserve_engine.adapters.state import AdapterState
@@ -230,18 +231,6 @@ class SimulatedExecutor(JobExecutor):
 
     def read_state(self, file_id: str, name: str = "") -> AdapterState:
         return self._memory.states[file_id]
-
-
-class Inline(Executor):
-    """Runs a call at once, in the caller's thread."""
-
-    def submit(self, call: Any, /, *given: Any, **named: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        try:
-            future.set_result(call(*given, **named))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
 
 
 @dataclass

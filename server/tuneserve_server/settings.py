@@ -16,7 +16,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from tuneserve_engine.core.policies import StorePolicy, SweepPolicy, UnusedPolicy
-from tuneserve_engine.settings.common import CommonSettings, from_json
+from tuneserve_engine.settings.common import CommonSettings, from_commas, from_json
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 MIB = 1024 * 1024
@@ -307,9 +307,7 @@ class ApiSettings(CommonSettings):
     @field_validator("allowed_hosts", "trusted_proxies", mode="before")
     @classmethod
     def _from_text(cls, given: object) -> object:
-        if not isinstance(given, str):
-            return given
-        return [part.strip() for part in given.split(",") if part.strip()]
+        return from_commas(given)
 
     @field_validator("allowed_hosts")
     @classmethod

@@ -245,6 +245,13 @@ def from_json(given: object) -> object:
         raise ValueError(f"it is not a JSON object: {error}") from None
 
 
+def from_commas(given: object) -> object:
+    """Return the parts of the text of a setting that commas separate."""
+    if not isinstance(given, str):
+        return given
+    return [part.strip() for part in given.split(",") if part.strip()]
+
+
 def without_password(address: str) -> str:
     """Return the address of a store without its password, whatever the address looks like."""
     address = re.sub(r"^([a-z]+://)?.*@", r"\1***@", address, flags=re.DOTALL)

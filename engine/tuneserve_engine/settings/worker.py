@@ -22,7 +22,7 @@ from tuneserve_engine.core.backend_options import BackendOptions, DType, PlanReq
 from tuneserve_engine.core.jobs import MAX_JOBS
 from tuneserve_engine.core.policies import SLICE_S
 from tuneserve_engine.core.shapes import StaticShapes
-from tuneserve_engine.settings.common import CommonSettings, from_json
+from tuneserve_engine.settings.common import CommonSettings, from_commas, from_json
 
 RequestSlots = Annotated[int, Field(ge=1, le=MAX_JOBS)]
 _KEY_CHARS = 16
@@ -196,9 +196,7 @@ class WorkerSettings(CommonSettings):
     @field_validator("hosts", mode="before")
     @classmethod
     def _names(cls, given: object) -> object:
-        if not isinstance(given, str):
-            return given
-        return [name.strip() for name in given.split(",") if name.strip()]
+        return from_commas(given)
 
     @model_validator(mode="after")
     def _trains_to_rescore(self) -> Self:

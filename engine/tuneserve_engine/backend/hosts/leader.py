@@ -253,7 +253,7 @@ class LeaderBackend:
         if any(full) and set(ends) <= {None, OutOfMemory.__name__}:
             self._delete_where([not each for each in full], adapter_id)
             raise OutOfMemory(f"a host of this worker has no room for {adapter_id}")
-        self._check(method, ends)
+        self._check(method, ends[0], dict(zip(self._followers, ends[1:], strict=True)))
         if isinstance(mine, Exception):
             raise mine
 
@@ -264,7 +264,7 @@ class LeaderBackend:
         for link, has_one in zip(self._followers, has_it[1:], strict=True):
             if has_one:
                 link.send(BackendCall("delete_adapter", (adapter_id,)))
-                self._check("delete_adapter", [None, self._end("delete_adapter", link)])
+                self._check("delete_adapter", None, {link: self._end("delete_adapter", link)})
 
     def _mirror(self, method: str, *arguments: Any) -> Any:
         self._tell(BackendCall(method, arguments))
@@ -277,8 +277,8 @@ class LeaderBackend:
             mine = self._part(method, call)
         except (EngineError, OutOfMemory) as error:
             mine = error
-        own = agreement(mine)
-        self._check(method, [own, *(self._end(method, link) for link in self._followers)])
+        ends = {link: self._end(method, link) for link in self._followers}
+        self._check(method, agreement(mine), ends)
         if isinstance(mine, Exception):
             raise mine
         return mine
@@ -308,12 +308,12 @@ class LeaderBackend:
             raise self._failed(DeviceFailed(f"{link.name} is out of step: {answer} in {method}"))
         return answer.result
 
-    def _check(self, method: str, ends: Sequence[Any]) -> None:
-        """Require that every process has ended the call alike; the leader's end comes first."""
-        for link, end in zip(self._followers, ends[1:], strict=False):
-            if end != ends[0]:
+    def _check(self, method: str, mine: Any, ends: Mapping[Link, Any]) -> None:
+        """Require that these followers have ended the call as the leader has."""
+        for link, end in ends.items():
+            if end != mine:
                 raise self._failed(
-                    DeviceFailed(f"{method} ended here with {ends[0]}, on {link.name} with {end}")
+                    DeviceFailed(f"{method} ended here with {mine}, on {link.name} with {end}")
                 )
 
     def _failed(self, error: DeviceFailed) -> DeviceFailed:

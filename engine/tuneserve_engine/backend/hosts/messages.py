@@ -91,6 +91,8 @@ def agreement(result: Any) -> Any:
     if isinstance(result, SampleResult):
         drawn = [part for each in result.sequences for part in (each.tokens, each.logprobs)]
         return crc32(b"".join(np.ascontiguousarray(part).tobytes() for part in drawn))
+    if isinstance(result, Mapping):  # metrics; as text, NaN equals itself
+        return {name: float(value).hex() for name, value in result.items()}
     if isinstance(result, list):
-        return [each if isinstance(each, Mapping) else agreement(each) for each in result]
+        return [agreement(each) for each in result]
     return result if isinstance(result, bool) else None

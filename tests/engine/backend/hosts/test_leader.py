@@ -187,12 +187,12 @@ def same_requests(mine: dict[str, SamplingRequest], other: dict[str, SamplingReq
 
 
 def test_an_error_of_a_client_ends_one_call_only(group: HostGroup) -> None:
-    with pytest.raises(ServerError, match="adapter nobody does not exist"):
-        group.delete_adapter("nobody")
+    with pytest.raises(ServerError, match="adapter missing does not exist"):
+        group.delete_adapter("missing")
     with pytest.raises(UserError):
         group.create_adapter("wide", replace(SMALL, rank=1000))
     group.create_adapter("a", SMALL)
-    results = group.optim_steps([("nobody", STEP), ("a", STEP)])
+    results = group.optim_steps([("missing", STEP), ("a", STEP)])
     assert isinstance(results[0], ServerError) and isinstance(results[1], Mapping)
     assert not group.ends and not group.losses
 
@@ -307,6 +307,22 @@ def test_processes_with_other_norms_are_out_of_step(group: HostGroup) -> None:
         DeviceFailed, match=r"optim_steps ended here with \[\{'grad_norm': .* gpu-2"
     ):
         group.optim_steps([("a", STEP)])
+
+
+def test_a_norm_that_is_no_number_is_the_same_in_all_processes(
+    groups: Callable[..., HostGroup],
+) -> None:
+    """One tenant's overflow must not end the worker."""
+
+    class Overflowing(Noting):
+        def optim_steps(
+            self, steps: Sequence[tuple[str, AdamwParams]]
+        ) -> list[Mapping[str, float] | Exception]:
+            return [{"grad_norm": float("nan")} for _ in steps]
+
+    group = groups(Overflowing(), Overflowing())
+    assert len(group.optim_steps([("a", STEP)])) == 1
+    assert not group.ends and not group.losses
 
 
 def test_a_follower_that_answers_nothing_is_lost(

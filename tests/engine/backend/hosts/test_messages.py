@@ -29,7 +29,8 @@ DRAWN = SampledSequence(np.array([1, 2], np.int32), np.array([-0.5, -1.0], np.fl
         (OutOfMemory("no room"), "OutOfMemory"),
         (KeyError("x"), "KeyError"),
         (TrainResult((), (True, False)), (True, False)),
-        ([{"norm": 0.5}, OutOfMemory("no")], [{"norm": 0.5}, "OutOfMemory"]),
+        ([{"norm": 0.5}, OutOfMemory("no")], [{"norm": (0.5).hex()}, "OutOfMemory"]),
+        ([{"norm": float("nan")}, {"norm": float("inf")}], [{"norm": "nan"}, {"norm": "inf"}]),
         (
             SampleProgress({"a": ServerError("x")}, {"b": 2}, {"a": 1.0}),
             ({"a": "ServerError"}, {"b": 2}, {"a": 1.0}),

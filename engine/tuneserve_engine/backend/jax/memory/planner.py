@@ -184,8 +184,8 @@ def _shapes(
     default_tokens = _CPU_MICRO_BATCH_TOKENS if is_cpu else _MICRO_BATCH_TOKENS
     least = max(context, longest_bin(chunk))  # bits depend on the packing of a bin
     lengths = _halves(request.batch_tokens, default_tokens, least)
-    if request.sample_only and (trained := _shape_to_train(config, device, request, devices)):
-        yield trained
+    if request.sample_only:
+        yield from _shapes_to_train(config, device, request, devices)
     rows = request.sample_rows
     snapshots = _halves(None, rows, 1)
     context_shapes = StaticShapes(context, chunk=chunk)
@@ -214,10 +214,10 @@ def _shapes(
             )
 
 
-def _shape_to_train(
+def _shapes_to_train(
     config: ModelConfig, device: Device, request: PlanRequest, devices: int
-) -> EngineShape | None:
-    """Return the shape of a worker that trains on such a device, for one that only samples.
+) -> Iterator[EngineShape]:
+    """Yield shapes of a worker that trains on such a device, for one that only samples.
 
     Programs, bits and the ranks of adapters are then those of that worker. None if it would not
     fit.
@@ -225,12 +225,14 @@ def _shape_to_train(
     try:
         found = _plan(config, device, replace(request, sample_only=False), devices)
     except DoesNotFit:
-        return None
-    return EngineShape(
-        *(found.static_shapes, found.remat, found.sample_rows, found.sample_rows, found.dtype),
-        *(device.kind, most_pages(found.static_shapes, found.sample_rows), devices),
-        trains=False,
-    )
+        return
+    rows = found.sample_rows
+    for pages, kept in ((most_pages(found.static_shapes, rows), rows), (found.kv_pages, 1)):
+        yield EngineShape(
+            *(found.static_shapes, found.remat, rows, kept, found.dtype),
+            *(device.kind, pages, devices),
+            trains=False,
+        )
 
 
 def _rank_buckets(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:

@@ -185,12 +185,14 @@ def test_a_worker_that_only_samples_gives_the_memory_of_training_to_snapshots() 
     assert kept == GIB
 
 
-@pytest.mark.parametrize("gibibytes", [30, 48, 80])
-def test_a_worker_that_only_samples_has_the_shapes_of_one_that_trains(gibibytes: int) -> None:
+@pytest.mark.parametrize(("gibibytes", "rows"), [(30, 8), (48, 8), (48, 128), (80, 8), (80, 256)])
+def test_a_worker_that_only_samples_has_the_shapes_of_one_that_trains(
+    gibibytes: int, rows: int
+) -> None:
     """Programs, bits and the highest rank are named after them, also where memory is short."""
     device = Device.accelerator("gpu", int(0.92 * gibibytes * GIB), 64 * GIB)
     both, alone = (
-        plan(gpu_shapes.MODELS["qwen3-8b"], device, PlanRequest(sample_only=only))
+        plan(gpu_shapes.MODELS["qwen3-8b"], device, PlanRequest(sample_only=only, sample_rows=rows))
         for only in (False, True)
     )
     for name in ("static_shapes", "dtype", "remat", "sample_rows"):
