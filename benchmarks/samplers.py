@@ -1,8 +1,8 @@
 """Measure how soon a new snapshot is served by every worker that only samples, under load.
 
 One worker trains, and others only sample. One tenant keeps the samplers busy. Another trains, saves
-for sampling, and asks at once for a few tokens as often as twice per sampler, so that each of them
-has to read the new snapshot. The time is from the save's answer to the last of these samples.
+for sampling, and asks at once for more samples than stay together on one worker, so that each of
+them has to read the new snapshot. The time is from the save's answer to the last of these samples.
 """
 
 import argparse
@@ -25,9 +25,12 @@ import tinker
 from results import machine, publish, table
 from tinker import types
 
+from tuneserve_engine.store.sqlite.placement import SAMPLES_TOGETHER
 from tuneserve_server.cli.local_server import LocalServer
 
 SAMPLERS, SAVES, LOADS = 4, 100, 8
+SAMPLES = SAMPLES_TOGETHER + 2 * (SAMPLERS - 1)
+TOKENS = 8
 FAST = {"chunk_tokens": "64", "lease_ttl_s": "6"}
 PROMPT = types.ModelInput.from_ints(list(range(5, 37)))
 DATUM = types.Datum(
@@ -105,9 +108,9 @@ def reach(trainer: tinker.TrainingClient) -> float:
         sampler.sample(
             PROMPT,
             num_samples=1,
-            sampling_params=types.SamplingParams(max_tokens=16, seed=number),
+            sampling_params=types.SamplingParams(max_tokens=TOKENS, seed=number),
         )
-        for number in range(2 * SAMPLERS)
+        for number in range(SAMPLES)
     ]
     for future in futures:
         future.result()
@@ -132,18 +135,18 @@ def main() -> None:
         shares = [now - then for then, now in zip(before, sampled(server), strict=True)]
         with load(busy, server.base_model) as ended:
             loaded = sorted(reach(trainer) for _ in range(SAVES))
-    even = min(shares) * SAMPLERS / sum(shares)
-    figures = {"idle_s": idle, "loaded_s": loaded, "samples_beside": ended[0], "even": even}
+    least = min(shares) / TOKENS / SAVES
+    figures = {"idle_s": idle, "loaded_s": loaded, "samples_beside": ended[0], "least": least}
     rows = [
         [name, statistics.median(found), found[int(0.99 * SAVES) - 1], found[-1]]
         for name, found in (("idle", idle), (f"{LOADS} samples running", loaded))
     ]
     setup = machine("jax", "tinker", threads=os.cpu_count() or 1)
     about = (
-        f"`benchmarks/samplers.py`: seconds from a save's answer to the last of {2 * SAMPLERS} "
-        f"samples of 16 tokens by {SAMPLERS} workers that only sample, beside one that trains, all "
-        f"on one machine; {SAVES} saves, the embedded model, rank 32. The sampler with the fewest "
-        f"of these tokens drew {even:.2f} of an even share; {setup}."
+        f"`benchmarks/samplers.py`: seconds from a save's answer to the last of {SAMPLES} "
+        f"samples of {TOKENS} tokens by {SAMPLERS} workers that only sample, beside one that "
+        f"trains, all on one machine; {SAVES} saves, the embedded model, rank 32. The sampler with "
+        f"the fewest of these samples drew {least:.1f} of each save; {setup}."
     )
     columns = ["samplers", "median", "p99", "slowest"]
     publish(

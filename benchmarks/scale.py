@@ -1,9 +1,10 @@
-"""Simulate thousands of tenants on dozens of workers in virtual time; print waits and shares.
+"""Simulate thousands of tenants on dozens of workers in virtual time: waits, shares, moves, deaths.
 
-``virtual_service`` says what is real. Light tenants train on a few hundred tokens, samplers train,
-save and sample, and both think between steps. Heavy tenants send long requests, one after the
-other. Some workers have slow devices, and workers die. For comparison, light tenants are
-alone: one for each worker.
+``virtual_service`` says what is real. Light tenants train on small batches and think for two
+minutes between steps. Samplers train, save, sample and think for 20 seconds. Heavy tenants send
+long requests, one after the other. Thinking times are exponential. A quarter of the workers has
+slow devices. Workers die at random, one in a minute on average, and are away for half a minute on
+average. For comparison, light tenants are alone: one for each worker.
 """
 
 import argparse
@@ -11,17 +12,18 @@ import asyncio
 import random
 import statistics
 import sys
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # parts of the simulation are in tests/support
 
 import numpy as np
+from plots import Panel, distribution, page
 from results import publish, table
 from virtual_service import INFO, DeviceKind, VirtualService
 
@@ -51,6 +53,8 @@ CONFIG = AdapterConfig(rank=8, alpha=16.0, seed=1, train_unembed=False)
 STEP = encode(OptimStep(AdamwParams(learning_rate=1e-4)))
 PROMPT = [1] * 64
 LONGEST_WAIT_S = 3600.0
+RAMP_S, RAMPED_S = 120.0, 150.0
+"""The time in which the tenants come, and from which on requests count."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ class Habit:
 
 
 HABITS = {
-    "light": Habit(0.70, datums=2, tokens=256, think_s=15.0),
-    "sampler": Habit(0.25, datums=4, tokens=512, think_s=20.0, samples=8),
-    "heavy": Habit(0.05, datums=16, tokens=1024, think_s=0.0),
+    "light": Habit(0.95, datums=8, tokens=512, think_s=120.0),
+    "sampler": Habit(0.04, datums=4, tokens=512, think_s=20.0, samples=8),
+    "heavy": Habit(0.01, datums=16, tokens=1024, think_s=0.0),
 }
 GRADIENTS = {name: habit.gradient() for name, habit in HABITS.items()}
 
@@ -165,11 +169,13 @@ class ModelTenant:
         outcome = await store.wait(request_id, LONGEST_WAIT_S)
         assert outcome is not None, f"{what} of {self._name} has waited for an hour"
         self._seen.failed += outcome.rejection is not None
-        self._seen.waits[f"{self._kind} {what}"].append((sent_s, loop.time() - sent_s))
+        waited_s = loop.time() - sent_s
+        device = await self._service.device_of(self._model)
+        self._seen.waits[f"{self._kind} {what}, {device}"].append((sent_s, waited_s))
 
 
 def simulate(
-    service: VirtualService, tenants: Mapping[str, int], seconds: float, ramp_s: float
+    service: VirtualService, tenants: Mapping[str, int], seconds: float, ramp_s: float = RAMP_S
 ) -> Seen:
     """Run so many tenants of each kind, which arrive in the first ``ramp_s`` seconds."""
     seen, draw = Seen(), random.Random(1)
@@ -210,6 +216,17 @@ def rows_of(seen: Seen, alone: Seen, after_s: float) -> list[list[Any]]:
     return rows
 
 
+def _lost(service: VirtualService) -> int:
+    """Return the number of models of workers that died."""
+    return sum(count for _, count in service.deaths)
+
+
+def _rate(seen: Seen) -> float:
+    """Return the requests a second, of those that count."""
+    sent_s = [at for waits in seen.waits.values() for at, _ in waits if at > RAMPED_S]
+    return len(sent_s) / (max(sent_s) - RAMPED_S)
+
+
 def shares_of(service: VirtualService, seen: Seen, seconds: float) -> list[list[Any]]:
     """Return the steps of the tenants and the busy time of the devices: least, median, most."""
     steps = {
@@ -237,42 +254,96 @@ def kinds_of(workers: int, slow: float) -> Sequence[DeviceKind]:
     return [SLOW] * count + [FAST] * (workers - count)
 
 
+def panels_of(alone: Seen, calm: Seen, storm: Seen, service: VirtualService) -> list[Panel]:
+    """Return the plots of waits, shares, moves and recoveries; ``service`` is that of ``storm``."""
+
+    def waits(seen: Seen, name: str, after_s: float) -> list[tuple[float, float]]:
+        return distribution([waited for at, waited in seen.waits[name] if at > after_s])
+
+    after_s = RAMPED_S
+    light, sample = "light step, fast", "sampler sample, fast"
+    steps = sorted(count for name, count in calm.steps.items() if name.startswith("heavy"))
+    moves = [(at, n + 1.0) for n, at in enumerate(service.moved_s)]
+    models = accumulate(float(count) for _, count in service.deaths)
+    lost = [(at, count) for (at, _), count in zip(service.deaths, models, strict=True)]
+    return [
+        Panel(
+            "Share of requests that took at most so long",
+            "seconds",
+            {
+                "light step, alone": waits(alone, light, 0.0),
+                "light step": waits(calm, light, after_s),
+                "light step, workers die": waits(storm, light, after_s),
+                "sample of 64 tokens": waits(calm, sample, after_s),
+            },
+            log_x=True,
+        ),
+        Panel(
+            "Steps of heavy tenants, the slowest first",
+            "tenant",
+            {"steps": [(float(n), float(count)) for n, count in enumerate(steps)]},
+        ),
+        Panel(
+            "Models that changed their worker",
+            "seconds",
+            {"handed over": moves, "their worker died": lost},
+        ),
+        Panel(
+            "Share of a dead worker's requests that had ended after so long",
+            "seconds",
+            {"requests": distribution(service.recoveries or [0.0])},
+        ),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tenants", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=60.0, help="Virtual seconds.")
-    parser.add_argument("--ramp", type=float, default=20.0, help="Seconds in which tenants come.")
+    parser.add_argument("--seconds", type=float, default=300.0, help="Virtual seconds.")
     parser.add_argument("--slow", type=float, default=0.25, help="Share of slow devices.")
-    parser.add_argument("--deaths", type=float, default=10.0, help="Mean seconds between deaths.")
-    parser.add_argument("--dry-run", action="store_true", help="Do not store the tables.")
+    parser.add_argument("--deaths", type=float, default=60.0, help="Mean seconds between deaths.")
+    parser.add_argument("--dry-run", action="store_true", help="Store neither tables nor plots.")
     asked = parser.parse_args()
+    alone = Seen()
+    for kind in (FAST, SLOW):
+        service = VirtualService([kind] * asked.workers)
+        seen = simulate(service, {"light": asked.workers}, asked.seconds, RAMP_S)
+        alone.waits |= seen.waits
     kinds = kinds_of(asked.workers, asked.slow)
-    alone = simulate(VirtualService(kinds), {"light": asked.workers}, asked.seconds, 1.0)
     tenants = {name: round(habit.share * asked.tenants) for name, habit in HABITS.items()}
-    service = VirtualService(kinds, deaths_s=asked.deaths)
-    started_s = time.perf_counter()
-    seen = simulate(service, tenants, asked.seconds, asked.ramp)
-    took_s = time.perf_counter() - started_s
-    about = (
-        f"`benchmarks/scale.py`: {asked.tenants:,} tenants on {asked.workers} simulated workers "
-        f"({asked.slow:.0%} slow) for {asked.seconds:g} s of virtual time, which took "
-        f"{took_s:.0f} s; requests sent after {asked.ramp:g} s. {service.deaths} workers died, "
-        f"{seen.failed} requests failed."
-    )
-    columns = [
-        "request",
-        "count",
-        "median, s",
-        "p99, s",
-        "slowest, s",
-        "p99 of light ones alone, s",
-    ]
-    waits = table("Waits at scale", about, columns, rows_of(seen, alone, asked.ramp))
-    about = "Over the whole simulation. A step is a gradient, an optimizer step and its samples."
-    columns = ["what", "least", "median", "most"]
-    shares = table("Shares at scale", about, columns, shares_of(service, seen, asked.seconds))
-    publish({"failed": seen.failed}, waits + shares, dry_run=asked.dry_run)
+    tables, figures, runs = "", {}, []
+    for deaths_s in (0.0, asked.deaths):
+        service = VirtualService(kinds, deaths_s=deaths_s)
+        seen = simulate(service, tenants, asked.seconds, RAMP_S)
+        runs.append(seen)
+        name = "while workers die" if deaths_s else "at scale"
+        about = (
+            f"`benchmarks/scale.py`: {asked.tenants:,} tenants on {asked.workers} simulated "
+            f"workers ({asked.slow:.0%} slow) for {asked.seconds:g} s of virtual time; "
+            f"{_rate(seen):.0f} requests a second, those sent after {RAMPED_S:g} s. "
+            f"{len(service.deaths)} workers with {_lost(service)} models died, "
+            f"{service.moves} models were handed over, {seen.failed} requests failed."
+        )
+        columns = ["request, device", "count", "median, s", "p99, s", "slowest, s", "p99 alone, s"]
+        rows = rows_of(seen, alone, RAMPED_S)
+        tables += table(f"Waits {name}", about, columns, rows)
+        about = (
+            "Over the whole simulation. A step is a gradient, an optimizer step and its samples."
+        )
+        columns = ["what", "least", "median", "most"]
+        rows = shares_of(service, seen, asked.seconds)
+        tables += table(f"Shares {name}", about, columns, rows)
+        figures[name] = {
+            "failed": seen.failed,
+            "moves": service.moves,
+            "deaths": len(service.deaths),
+            "recoveries_s": np.quantile(service.recoveries or [0.0], (0.5, 0.99, 1)).tolist(),
+        }
+    publish(figures, tables, dry_run=asked.dry_run)
+    if not asked.dry_run:
+        plots = Path(__file__).parents[1] / "docs" / "images" / "scale.svg"
+        plots.write_text(page(panels_of(alone, *runs, service)))
 
 
 if __name__ == "__main__":

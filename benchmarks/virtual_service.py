@@ -233,6 +233,21 @@ class SimulatedExecutor(JobExecutor):
         return self._memory.states[file_id]
 
 
+class _CountingStore(MemoryStore):
+    """A store that notes when workers hand over models, and that a simulation can read."""
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        self.moved_s: list[float] = []
+
+    async def unassign(self, epoch: int, model_id: str) -> None:
+        self.moved_s.append(asyncio.get_running_loop().time())
+        await super().unassign(epoch, model_id)
+
+    async def read(self, query: str, *values: Any) -> list[Any]:
+        return await self._call(lambda tx: tx.execute(query, *values).fetchall())
+
+
 @dataclass
 class VirtualService:
     """The store and the workers of a simulated service, one worker for each of ``kinds``."""
@@ -240,11 +255,14 @@ class VirtualService:
     kinds: Sequence[DeviceKind]
     seed: int = 0
     deaths_s: float = 0.0  # mean time between deaths of workers, of all of them together; 0: none
-    away_s: float = 5.0  # mean time until a dead worker is there again
+    away_s: float = 30.0  # mean time until a dead worker is there again
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
     devices: dict[str, VirtualDevice] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)  # of earlier devices, by worker
-    deaths: int = 0
+    deaths: list[tuple[float, int]] = field(default_factory=list)
+    """For each worker that died: when, and how many models it had."""
+    recoveries: list[float] = field(default_factory=list)
+    """For each request that a worker had when it died: the seconds until its result."""
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
@@ -257,7 +275,7 @@ class VirtualService:
         policy = StorePolicy(
             job_attempts=10**6, server_jobs=10**7, server_bytes=2**40, server_sessions=10**7
         )
-        self.store = MemoryStore(clock=lambda: START_S + loop.time(), policy=policy)
+        self.store = _CountingStore(clock=lambda: START_S + loop.time(), policy=policy)
         for number, kind in enumerate(self.kinds):
             self.tasks.append(asyncio.create_task(self._keep(f"{kind.name}-{number}", kind)))
         if self.deaths_s:
@@ -267,6 +285,23 @@ class VirtualService:
         for task in [*self.tasks, *self._workers.values()]:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def device_of(self, model_id: str) -> str:
+        """Return the kind of device that has the model; empty if none has."""
+        rows = await self.store.read(
+            "SELECT name FROM lanes JOIN workers ON epoch = worker WHERE model_id = ?", model_id
+        )
+        return rows[0][0].partition("-")[0] if rows else "none"
+
+    @property
+    def moved_s(self) -> list[float]:
+        """The times when workers handed a model over."""
+        return self.store.moved_s
+
+    @property
+    def moves(self) -> int:
+        """The number of models that workers handed over."""
+        return len(self.moved_s)
 
     def busy(self, name: str) -> float:
         """Return the seconds that the worker's device was busy."""
@@ -302,6 +337,7 @@ class VirtualService:
             decoder=Inline,
             host=Inline,
             disk=Inline,
+            speed=kind.train_tokens_s,
         )
         executor = SimulatedExecutor(kind, self._files, clock)
         scheduler = Scheduler(costs=costs)
@@ -311,6 +347,23 @@ class VirtualService:
         while True:
             await asyncio.sleep(self._draw.expovariate(1 / self.deaths_s))
             name = self._draw.choice(sorted(self._workers))
+            if self.devices[name].is_dead:
+                continue
             self.devices[name].is_dead = True
             self._workers[name].cancel()
-            self.deaths += 1
+            ((models,),) = await self.store.read(
+                "SELECT COUNT(*) FROM lanes JOIN workers ON epoch = worker WHERE name = ?", name
+            )
+            self.deaths.append((asyncio.get_running_loop().time(), models))
+            rows = await self.store.read(
+                "SELECT request_id FROM jobs JOIN workers ON epoch = worker "
+                "WHERE state = 'ready' AND name = ?",
+                name,
+            )
+            self.tasks += [asyncio.create_task(self._note_recovery(each)) for (each,) in rows]
+
+    async def _note_recovery(self, request_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        died_s = loop.time()
+        if await self.store.wait(request_id, 3600.0) is not None:
+            self.recoveries.append(loop.time() - died_s)

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 PROMPT = types.ModelInput.from_ints(list(range(5, 25)))
-SAMPLES, SEQUENCES, LENGTH = 16, 24, 200
+SAMPLES, SEQUENCES, LENGTH = 20, 20, 200
 
 
 class Samplers:

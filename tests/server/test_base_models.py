@@ -133,7 +133,7 @@ async def test_models_wait_beside_workers_that_only_sample_and_say_so(
     creation = bodies.create_model(session, 0, base_model="other/small")
     await two.result(await two.post("/create_model", creation))
     await two.stop_worker("small")
-    await two.services.store.lease("sampler", "a process", SMALL, True)
+    await two.services.store.lease("sampler", "a process", SMALL, 0.0)
     step = await two.forward_backward(f"{session}:train:0", 1)
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "other/small"}
     await two.post("/create_sampling_session", body)

@@ -110,6 +110,11 @@ class WorkerSettings(CommonSettings):
         description="Take samples only, and no models. As long as such workers run, they take all "
         "samples. They need no memory for training.",
     )
+    relative_speed: PositiveFloat = Field(
+        default=1.0,
+        description="How fast this worker trains, relative to other workers of its base model. One "
+        "with twice the speed gets twice the models.",
+    )
     rescore_samples: bool = Field(
         default=False,
         description="Return samples at temperature 1 or 0 with the logprobs that `forward` and "

@@ -159,21 +159,21 @@ class Queue(Protocol):
 
     A worker is a process with a lease: a name, a base model and an epoch that only grows. The jobs
     of a model go to the one worker that the model is placed with. A model is placed on its first
-    job, with the worker of its base model that has the fewest models. A sample goes to the worker
-    with the fewest samples: among those that only sample, if there are any. Workers that only
-    sample get no models. If no worker serves the base model, models and samples are placed when
-    such a worker leases. Placing gives waiting jobs new ``release`` numbers, so that a cursor never
-    misses them.
+    job, with the worker of its base model that has the fewest models. The first 16 samples of a
+    sampling session go to one worker, that of the session's first model if it may take them, and
+    further ones to the worker with the fewest: among those that only sample, if there are any.
+    Workers that only sample get no models, and others get them in proportion to their speeds. If no
+    worker serves the base model, models and samples are placed when such a worker leases. Placing
+    gives waiting jobs new ``release`` numbers, so that a cursor never misses them.
 
     Every method with an epoch raises ``Fenced`` if that lease is over. Any method may raise
     ``StoreFailed`` or ``ConnectionError``.
     """
 
-    async def lease(
-        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
-    ) -> Lease:
-        """Make the process ``owner`` the worker ``name``, which perhaps only samples.
+    async def lease(self, name: str, owner: str, info: BaseModelInfo, speed: float = 1.0) -> Lease:
+        """Make the process ``owner`` the worker ``name``.
 
+        ``speed`` is how fast it trains, relative to others of its base model; 0: it only samples.
         If another process had the name, its lease ends at once, as after a time-out (see
         ``renew``). Raises ``StoreUnusable`` if the store knows the base model's name by another
         revision.

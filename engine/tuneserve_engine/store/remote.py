@@ -269,10 +269,8 @@ class RemoteQueue:
             self._pending.pop(call_id, None)
         return msgspec.msgpack.decode(answer, type=_METHODS[method].result_type)
 
-    async def lease(
-        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
-    ) -> Lease:
-        return cast(Lease, await self._call("lease", name, owner, info, only_samples))
+    async def lease(self, name: str, owner: str, info: BaseModelInfo, speed: float = 1.0) -> Lease:
+        return cast(Lease, await self._call("lease", name, owner, info, speed))
 
     async def renew(self, epoch: int, metrics: dict[str, float] | None = None) -> Renewal:
         return cast(Renewal, await self._call("renew", epoch, metrics))

@@ -208,7 +208,7 @@ async def _work(
                 metrics=lambda: backend.metrics,
                 peak_flops=settings.device_peak_flops or 0.0,
                 observers=[WorkerTraces(tracer)] if tracer else [],
-                only_samples=settings.sample_only,
+                speed=0.0 if settings.sample_only else settings.relative_speed,
             ),
         )
         loop = asyncio.get_running_loop()

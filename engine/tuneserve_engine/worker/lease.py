@@ -28,7 +28,7 @@ class StoreSession:
 
     ``connect`` returns a connected queue, and is called again whenever the connection is lost.
     ``renewed`` is called with the store's answer to each renewal; each renewal reports ``metrics``
-    to the store. With ``only_samples``, the store sends this worker no models.
+    to the store. ``speed`` is how fast this worker trains, relative to others; 0: it only samples.
     """
 
     def __init__(  # noqa: PLR0913
@@ -40,7 +40,7 @@ class StoreSession:
         renew_s: float,
         metrics: Callable[[], Mapping[str, float]] = dict,
         *,
-        only_samples: bool = False,
+        speed: float = 1.0,
     ) -> None:
         self._connect = connect
         self._name = name
@@ -48,7 +48,7 @@ class StoreSession:
         self._renewed = renewed
         self._renew_s = renew_s
         self._metrics = metrics
-        self._only_samples = only_samples
+        self._speed = speed
         self._owner = uuid.uuid4().hex
         self.epoch = 0
         """The epoch of the lease; 0 before the first lease."""
@@ -82,13 +82,13 @@ class StoreSession:
         if self.epoch:
             # Learn of a successor before leasing: leasing would take the name back from it.
             self._renewed(await queue.renew(self.epoch))
-        lease = await queue.lease(self._name, self._owner, self._info, self._only_samples)
+        lease = await queue.lease(self._name, self._owner, self._info, self._speed)
         if self.epoch and not lease.resumed:
             raise LeaseLost("another worker held the lease meanwhile; restart this one")
         self.epoch, self._queue = lease.epoch, queue
         self._connected.set()
         self._faults.forget()
-        what = "samples of " if self._only_samples else ""
+        what = "" if self._speed else "samples of "
         logger.info("ready: serving %s%s as epoch %d", what, self._info.name, lease.epoch)
         await _until_one_fails(
             self._renew(queue, lease.epoch), *(call(queue, lease.epoch) for call in traffic)

@@ -63,7 +63,7 @@ class WorkerPolicy:
     so that encoding one client's result does not wait for decoding another client's long request.
     ``renewed`` is called after every renewal of the lease; each renewal reports ``metrics`` to the
     store. ``peak_flops`` is the device's peak in FLOP/s, 0 if unknown. ``observers`` hear of every
-    job's events. A worker with ``only_samples`` takes no models.
+    job's events. A worker of ``speed`` 0 takes no models, others in proportion to their speeds.
     """
 
     points: PointPolicy = field(default_factory=PointPolicy)
@@ -77,7 +77,7 @@ class WorkerPolicy:
     metrics: Callable[[], Mapping[str, float]] = dict
     peak_flops: float = 0.0
     observers: Sequence[JobObserver] = ()
-    only_samples: bool = False
+    speed: float = 1.0
 
 
 class Worker:
@@ -101,7 +101,7 @@ class Worker:
         self.pending = PendingJobs()
         self.session = StoreSession(
             *(connect, name, info, self._renewed, policy.renew_s, self._metrics),
-            only_samples=policy.only_samples,
+            speed=policy.speed,
         )
         self._ledger = UsageLedger(policy.clock)
         self._observers = policy.observers

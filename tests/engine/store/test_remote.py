@@ -29,9 +29,7 @@ class Parking:
         self.cancelled = asyncio.Event()
         self.finished: list[Outcome] = []
 
-    async def lease(
-        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
-    ) -> Lease:
+    async def lease(self, name: str, owner: str, info: BaseModelInfo, speed: float = 1.0) -> Lease:
         raise RuntimeError(f"{owner} broke it")
 
     async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:

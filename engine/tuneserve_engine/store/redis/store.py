@@ -269,13 +269,11 @@ class RedisStore:
 
     # --- the worker's half ----------------------------------------------------------------------
 
-    async def lease(
-        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
-    ) -> Lease:
+    async def lease(self, name: str, owner: str, info: BaseModelInfo, speed: float = 1.0) -> Lease:
         facts = msgspec.json.encode(info)
         epoch, resumed = await self._run(
             *("lease", name, owner, info.name, facts, self._lease_policy, info.revision),
-            int(only_samples),
+            speed,
         )
         if epoch == b"other":
             known = resumed.decode()

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import floor
 
 import msgspec
 
@@ -17,6 +18,7 @@ from tuneserve_engine.store.sqlite import placement, records
 from tuneserve_engine.store.sqlite import recovery_points as points
 from tuneserve_engine.store.sqlite.group_commit import Transaction
 from tuneserve_engine.store.sqlite.jobs import end_job, end_model
+from tuneserve_engine.store.sqlite.schema import SPEEDS
 
 _KILLS = 1000
 """The most requests whose kills are remembered."""
@@ -39,11 +41,11 @@ class Leases:
     after a restart of this process they count as other attempts do."""
 
     def lease(
-        self, tx: Transaction, name: str, owner: str, info: BaseModelInfo, only_samples: bool
+        self, tx: Transaction, name: str, owner: str, info: BaseModelInfo, speed: float
     ) -> Lease:
         info = _of_known_revision(tx, info)
         self._forgive_silence(tx)
-        self._note_served(tx, info, keeps=only_samples)
+        self._note_served(tx, info, keeps=not speed)
         row = tx.execute("SELECT epoch, owner FROM workers WHERE name = ?", name).fetchone()
         if row is not None and row[1] == owner:
             tx.execute("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, row[0])
@@ -55,8 +57,7 @@ class Leases:
         tx.execute(
             "INSERT INTO workers VALUES (?, ?, ?, ?, 0, ?)", epoch, name, owner, info.name, tx.now_s
         )
-        if only_samples:
-            tx.execute("INSERT INTO samplers VALUES (?)", epoch)
+        tx.execute("INSERT INTO speeds VALUES (?, ?)", epoch, speed)
         for base_model in sorted(orphaned):
             placement.place_waiting(tx, base_model)
         return Lease(epoch, resumed=False)
@@ -100,11 +101,11 @@ class Leases:
     def base_models(self, tx: Transaction) -> list[ServedModel]:
         alive_s = tx.now_s - self.policy.lease_ttl_s
         rows = tx.execute(
-            "SELECT info, MAX(served.seen_s, IFNULL(MAX(workers.seen_s), 0)), "
-            "COUNT(*) FILTER (WHERE workers.seen_s >= ?), "
-            "COUNT(samplers.epoch) FILTER (WHERE workers.seen_s >= ?) "
-            "FROM served LEFT JOIN workers USING (base_model) "
-            "LEFT JOIN samplers USING (epoch) GROUP BY base_model ORDER BY base_model",
+            "SELECT info, MAX(served.seen_s, IFNULL(MAX(live.seen_s), 0)), "
+            "COUNT(*) FILTER (WHERE live.seen_s >= ?), "
+            "COUNT(*) FILTER (WHERE live.seen_s >= ? AND speed = 0) "
+            f"FROM served LEFT JOIN ({SPEEDS}) AS live USING (base_model) "
+            "GROUP BY base_model ORDER BY base_model",
             alive_s,
             alive_s,
         ).fetchall()
@@ -156,7 +157,8 @@ class Leases:
     def _end(self, tx: Transaction, epoch: int, *, died: bool) -> str:
         """End the lease and return the base model of its worker.
 
-        The lease's models and jobs have no worker until ``place_waiting`` places them again.
+        Other workers get its idle models, if there are any. Its other models, and its jobs, have no
+        worker until ``place_waiting`` places them again.
         """
         if died:
             self._count_attempts(tx, epoch)
@@ -164,12 +166,17 @@ class Leases:
         assert row is not None
         base_model, seen_s = row
         tx.execute("DELETE FROM workers WHERE epoch = ?", epoch)
-        tx.execute("DELETE FROM samplers WHERE epoch = ?", epoch)
+        tx.execute("DELETE FROM speeds WHERE epoch = ?", epoch)
         self.metrics.pop(epoch, None)
         tx.execute(
             "UPDATE served SET seen_s = MAX(seen_s, ?) WHERE base_model = ?", seen_s, base_model
         )
-        tx.execute("UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ?", epoch)
+        orphans = tx.execute(
+            "UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ? RETURNING model_id, jobs",
+            epoch,
+        ).fetchall()
+        idle = sorted(model_id for model_id, jobs in orphans if not jobs)
+        placement.place_models(tx, idle, base_model)
         tx.execute("UPDATE jobs SET worker = NULL WHERE state = 'ready' AND worker = ?", epoch)
         tx.news.take = True  # waiting takes of the epoch must learn that it is over
         tx.news.over.append(epoch)
@@ -218,23 +225,23 @@ def _fail_if_never_created(tx: Transaction, model_id: str | None) -> None:
 def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     """Return the models that the worker should release, idle ones first.
 
-    These are the models to be parked. If another worker of the base model has at least two models
-    fewer, there are at least as many as half the difference.
+    These are the models to be parked. If another worker of the base model has room for more, with
+    as many models for its speed, there are at least as many as would even the two out, or as this
+    worker has above its part of all, whichever is fewer: all workers hand over at once.
     """
     models = tx.execute(
         "SELECT model_id, park FROM lanes WHERE worker = ? ORDER BY park DESC, jobs > 0, model_id",
         epoch,
     ).fetchall()
-    row = tx.execute(
-        "SELECT MIN((SELECT COUNT(*) FROM lanes WHERE lanes.worker = other.epoch)) "
-        "FROM workers AS other JOIN workers AS this USING (base_model) "
-        "WHERE this.epoch = ? AND other.epoch != ? "
-        "AND other.epoch NOT IN (SELECT epoch FROM samplers)",
-        epoch,
-        epoch,
-    ).fetchone()
-    assert row is not None
-    surplus = 0 if row[0] is None else (len(models) - row[0]) // 2
+    (base_model,) = tx.execute("SELECT base_model FROM workers WHERE epoch = ?", epoch).fetchone()
+    trainers = placement.trainers(tx, base_model)
+    mine = next((speed for each, speed, _ in trainers if each == epoch), 0.0)
+    surplus = 0
+    if mine:
+        own, speeds = len(models), sum(speed for _, speed, _ in trainers)
+        part = floor(sum(count for *_, count in trainers) * mine / speeds)
+        evened = max(floor((own * its - count * mine) / (mine + its)) for _, its, count in trainers)
+        surplus = max(0, min(evened, own - part))
     parked = sum(park for _, park in models)
     return [model_id for model_id, _ in models[: max(parked, surplus)]]
 

@@ -50,6 +50,11 @@ _RECORDINGS = (
     )""",
 )
 
+# The workers with their speeds. Those that earlier releases wrote have none.
+SPEEDS = (
+    "SELECT workers.*, IFNULL(speeds.speed, 1.0) AS speed FROM workers LEFT JOIN speeds "
+    "USING (epoch)"
+)
 IS_OPEN = "(json_extract(body, '$.ended') IS NULL)"
 LAST_SEEN = "json_extract(body, '$.last_seen_s')"
 EXPIRES = "json_extract(body, '$.expires_s')"
@@ -128,8 +133,9 @@ _RELEASED = (
     f"{_RELEASE_OF_RECORD}; END",
 )
 
-# The workers that only sample. The table has no version of its own, like the column trace.
-_SAMPLERS = ("CREATE TABLE IF NOT EXISTS samplers (epoch INTEGER PRIMARY KEY)",)
+# How fast the workers train, relative to each other; 0: they only sample. The table has no version
+# of its own, like the column trace.
+_SPEEDS = ("CREATE TABLE IF NOT EXISTS speeds (epoch INTEGER PRIMARY KEY, speed REAL NOT NULL)",)
 
 # Rows of ended jobs stay for a while as tombstones, so that a key is not executed twice. Payloads
 # have a table of their own: a job's row changes several times, and would be written with its
@@ -151,7 +157,7 @@ _TABLES = (
         samples INTEGER NOT NULL,
         seen_s REAL NOT NULL
     )""",
-    *_SAMPLERS,
+    *_SPEEDS,
     # seen_s is for workers that are gone; a worker with a lease has its own in its row of workers.
     """CREATE TABLE served (
         base_model TEXT PRIMARY KEY,
@@ -274,7 +280,7 @@ def ensure_tables(connection: sqlite3.Connection, path: Path) -> None:
         for name, kind in _ADDED.items():
             if name not in known:
                 connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {kind}")
-        for statement in (*_INDICES, *_RELEASED, *_RECORDINGS, *_SAMPLERS):
+        for statement in (*_INDICES, *_RELEASED, *_RECORDINGS, *_SPEEDS):
             connection.execute(statement)
     connection.execute("COMMIT")
     if found != VERSION:

@@ -220,10 +220,8 @@ class SqlStore:
 
     # --- workers and their models ---------------------------------------------------------------
 
-    async def lease(
-        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
-    ) -> Lease:
-        return await self._call(self._leases.lease, name, owner, info, only_samples)
+    async def lease(self, name: str, owner: str, info: BaseModelInfo, speed: float = 1.0) -> Lease:
+        return await self._call(self._leases.lease, name, owner, info, speed)
 
     async def renew(self, epoch: int, metrics: dict[str, float] | None = None) -> Renewal:
         leaving, weights = await self._call(self._leases.renew, epoch, metrics)

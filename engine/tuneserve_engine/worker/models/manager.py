@@ -1,6 +1,5 @@
 """The models on this worker: their jobs routed, their states restored and handed over."""
 
-import asyncio
 import logging
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,8 @@ class ModelManager:
         self._models: dict[str, HostedModel] = {}
         self._recovery = Recovery(executor, services)
         self.points = RecoveryPoints(executor, policy, services, self._models)
-        self._handing_over = asyncio.Lock()
+        self._to_hand_over: list[str] = []
+        self._is_handing_over = False
 
     @property
     def points_unreadable(self) -> int:
@@ -146,30 +146,44 @@ class ModelManager:
     # --- handing over ---------------------------------------------------------------------------
 
     def hand_over(self, model_ids: list[str]) -> None:
-        """Release these models, each after its running jobs have ended."""
+        """Release these models, one after the other, each after its running jobs have ended.
+
+        They take the place of those of an earlier call that still wait for their turn. A model
+        whose turn has not come works as before.
+        """
         for model_id in model_ids:
-            model = self._models.get(model_id)
-            if model is None:
+            if model_id not in self._models:
                 self._services.spawn(self._release(model_id, None))
-            elif model.is_ready and not model.is_leaving:
-                model.is_leaving = True
-                self._services.spawn(self._save_and_release(model_id, model))
+        self._to_hand_over = [model_id for model_id in model_ids if model_id in self._models]
+        if self._to_hand_over and not self._is_handing_over:
+            self._is_handing_over = True
+            self._services.spawn(self._hand_over())
+
+    async def _hand_over(self) -> None:
+        try:
+            while self._to_hand_over:
+                model_id = self._to_hand_over.pop(0)
+                model = self._models.get(model_id)
+                if model is not None and model.is_ready:
+                    await self._save_and_release(model_id, model)
+        finally:
+            self._is_handing_over = False
 
     async def _save_and_release(self, model_id: str, model: HostedModel) -> None:
-        async with self._handing_over:
-            model.held = self._services.pending.withdraw(model_id) + model.held
-            await self._services.unstored.wait(model_id, None)
-            try:
-                await self.points.save(model_id)
-            except OSError as error:
-                message = "%s stays here: its state was not written: %s"
-                logger.error(message, model_id, error, extra=log_extra(model_id))
-                model.is_leaving = False
-                self._services.pending.add_jobs(model.take_held())
-                return
-            await self._services.on_device(partial(self._executor.forget_model, model_id))
-            await self._release(model_id, model)
-            logger.info("%s is saved and handed over", model_id, extra=log_extra(model_id))
+        model.is_leaving = True
+        model.held = self._services.pending.withdraw(model_id) + model.held
+        await self._services.unstored.wait(model_id, None)
+        try:
+            await self.points.save(model_id)
+        except OSError as error:
+            message = "%s stays here: its state was not written: %s"
+            logger.error(message, model_id, error, extra=log_extra(model_id))
+            model.is_leaving = False
+            self._services.pending.add_jobs(model.take_held())
+            return
+        await self._services.on_device(partial(self._executor.forget_model, model_id))
+        await self._release(model_id, model)
+        logger.info("%s is saved and handed over", model_id, extra=log_extra(model_id))
 
     async def _release(self, model_id: str, model: HostedModel | None) -> None:
         async def release() -> None:

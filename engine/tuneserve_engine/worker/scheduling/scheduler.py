@@ -41,9 +41,9 @@ class Scheduler:
     """A scheduler that shares the device among tenants by ``weights``, 1 for tenants not named.
 
     Of two tenants that both have work, neither gets further ahead of the other than one request (or
-    ``batch_s`` if that is more) plus its running samples: in device time, divided by its weight. A
-    tenant gains nothing from a time without work: it comes back at the lowest counter of the
-    tenants that had work.
+    ``batch_s`` if that is more), an optimizer step of at most ``batch_s``, and its running samples:
+    in device time, divided by its weight. A tenant gains nothing from a time without work: it comes
+    back at the lowest counter of the tenants that had work.
     """
 
     def __init__(
@@ -126,16 +126,13 @@ class Scheduler:
         others = [job for jobs in waiting.values() for job in jobs]
         first = self._first_job(waiting, others)
         if samples:
-            tenant = min(
-                samples, key=lambda job: self._shares.turn_key(job.tenant, job, used)
-            ).tenant
-            if tenant == first.tenant:  # the kind that has had less device time goes first
-                if self._shares.sampling_lead_s.get(tenant, 0.0) <= 0:
+            mine = min(samples, key=lambda job: self._shares.turn_key(job.tenant, job, used))
+            turn = self._shares.turn_key(mine.tenant, mine, used)
+            if mine.tenant == first.tenant:  # the kind that has had less device time goes first
+                if self._shares.sampling_lead_s.get(first.tenant, 0.0) <= 0:
                     return samples
-            else:
-                mine = next(job for job in samples if job.tenant == tenant)
-                turn = self._shares.turn_key(tenant, mine, used)
-                if turn < self._shares.turn_key(first.tenant, first):
+            elif turn < self._shares.turn_key(first.tenant, first):
+                if not self._is_short_step(first, min(lowest, turn[0])):
                     return samples
         return self._fill_batch(first, waiting, len(others))
 
@@ -147,8 +144,8 @@ class Scheduler:
         A tenant's jobs fit if its first one takes at most a slice, or at most the time that is left
         of the running batch. If a fitting tenant has used less than ``lowest``, all that fit are
         returned. Otherwise only jobs of at most a slice are, of tenants that are ahead by at most
-        one request, until others have had the share ``_INTERRUPTION_SHARE`` of the running batch's
-        time.
+        one request, and only short optimizer steps once others have had the share
+        ``_INTERRUPTION_SHARE`` of the running batch's time.
         """
         is_long = {
             tenant: self._estimates.is_long(jobs[0], self._slice_s)
@@ -163,7 +160,11 @@ class Scheduler:
         if min((self._shares.counter(tenant) for tenant in fitting), default=lowest) < lowest:
             return fitting
         if running.interrupted_s >= _INTERRUPTION_SHARE * running.seconds:
-            return {}
+            return {
+                tenant: jobs
+                for tenant, jobs in fitting.items()
+                if self._is_short_step(jobs[0], lowest)
+            }
         return {
             tenant: jobs
             for tenant, jobs in fitting.items()
@@ -236,9 +237,9 @@ class Scheduler:
     def _first_job(self, waiting: Mapping[str, Sequence[Job]], pending: Sequence[Job]) -> Job:
         """Return the next job of the tenant whose turn it is, or an optimizer step before it.
 
-        An optimizer step goes before a gradient if the step's model has a gradient waiting behind
-        it, and if the step takes its tenant no further ahead than the gradient would: a step takes
-        next to no time, and afterwards both gradients can share a batch.
+        A short optimizer step of another tenant goes first, because a step takes next to no time
+        and ends a request of its tenant that has had its turn. One of the same tenant goes before a
+        gradient only if its model has a gradient waiting behind it: both can then share a batch.
 
         Of a tenant's samples and its other work, the kind that has had less device time goes first.
         """
@@ -250,22 +251,28 @@ class Scheduler:
             self._shares.sampling_lead_s.pop(tenant, None)
         elif lead_s := self._shares.sampling_lead_s.get(tenant):
             first = others[0] if lead_s > 0 else samples[0]
-        if first.kind != JobKind.FORWARD_BACKWARD:
+        if first.kind == JobKind.OPTIM_STEP:
             return first
+        lowest = self._shares.counter(tenant)
+        is_gradient = first.kind == JobKind.FORWARD_BACKWARD
         gradients = {job.model_id for job in pending if job.kind == JobKind.FORWARD_BACKWARD}
         steps = [
             job
-            for jobs in waiting.values()
-            for job in jobs
-            if job.kind == JobKind.OPTIM_STEP and job.model_id in gradients and can_share(job)
+            for job in (job for jobs in waiting.values() for job in jobs)
+            if self._is_short_step(job, lowest)
+            and (job.tenant != tenant or (is_gradient and job.model_id in gradients))
         ]
-        if not steps:
-            return first
-        step = min(steps, key=lambda job: self._shares.turn_key(job.tenant, job))
-        solo_s = self._estimates.batch_s([first]) or 0.0
-        room_s = max(self._batch_s, min(solo_s, self._shares.largest_s))
-        lowest_first = sorted(waiting, key=self._shares.counter)
-        return step if self._counters_if_joined([], step, (room_s, room_s), lowest_first) else first
+        return min(steps, key=lambda job: self._shares.turn_key(job.tenant, job), default=first)
+
+    def _is_short_step(self, job: Job, lowest: float) -> bool:
+        """Return whether the job is an optimizer step that takes at most ``batch_s``, of a tenant
+        that is at most one request ahead of the counter ``lowest``."""
+        if job.kind != JobKind.OPTIM_STEP or not can_share(job):
+            return False
+        seconds = self._estimates.batch_s([job])
+        if seconds is None or seconds > self._batch_s:
+            return False
+        return self._shares.is_near(job.tenant, lowest, self._batch_s)
 
     def _add_jobs(self, first: Job, waiting: Mapping[str, Sequence[Job]]) -> list[Job]:
         """Return the first job and the jobs of its kind that may join it, in turn.

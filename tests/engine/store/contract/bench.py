@@ -150,11 +150,9 @@ class Bench:
         self.epoch = lease.epoch
         return lease
 
-    async def join(
-        self, name: str, info: BaseModelInfo = INFO, *, only_samples: bool = False
-    ) -> int:
+    async def join(self, name: str, info: BaseModelInfo = INFO, *, speed: float = 1.0) -> int:
         """The epoch of one more worker."""
-        return (await self.queue.lease(name, f"process of {name}", info, only_samples)).epoch
+        return (await self.queue.lease(name, f"process of {name}", info, speed)).epoch
 
     async def submit(self, *seqs: int, model_id: str = "s:train:0", **fields: Any) -> None:
         jobs = [job(seq, model_id, **fields) for seq in seqs]

@@ -53,17 +53,52 @@ class PlacementContract(Contract):
         assert await bench.has_nothing(second)
 
     @scenario
-    async def test_a_sample_goes_to_the_worker_with_the_fewest(self, bench: Bench) -> None:
+    async def test_the_first_16_samples_of_a_session_stay_together(self, bench: Bench) -> None:
+        """Their worker loads the snapshot once. Further ones go to the worker with the fewest."""
         epochs = [bench.epoch, await bench.join("second"), await bench.join("third")]
-        for seq in range(9):
+        for seq in range(16):
             await bench.store.submit(sample(seq))
-        taken = [await bench.take(epoch) for epoch in epochs]
-        assert [len(each) for each in taken] == [3, 3, 3]
-        done = [Outcome(each.request_id, b"x") for each in taken[1]]
+        (together,) = [epoch for epoch in epochs if not await bench.has_nothing(epoch)]
+        assert len(await bench.take(together)) == 16
+        for seq in range(16, 51):
+            await bench.store.submit(sample(seq))
+        taken = {epoch: await bench.take(epoch) for epoch in epochs}
+        assert [len(each) for each in taken.values()] == [17, 17, 17]
+        done = [Outcome(each.request_id, b"x") for each in taken[epochs[1]][:3]]
         await bench.finish(*done, epoch=epochs[1])
-        for seq in range(10, 13):
+        for seq in range(60, 63):
             await bench.store.submit(sample(seq))
-        assert [each.seq for each in await bench.take(epochs[1])] == [10, 11, 12]
+        assert [each.seq for each in await bench.take(epochs[1])][-3:] == [60, 61, 62]
+        for epoch in epochs:
+            done = [Outcome(each.request_id, b"x") for each in await bench.take(epoch)]
+            await bench.finish(*done, epoch=epoch)
+        await bench.store.submit(sample(70))
+        assert keys(await bench.take(together)) == [("s:sample:0", 70)]
+
+    @scenario
+    async def test_sessions_that_sample_are_spread_over_workers(self, bench: Bench) -> None:
+        epochs = [bench.epoch, await bench.join("second"), await bench.join("third")]
+        for number in range(60):
+            await bench.store.submit(sample(1, scope=f"{number}:sample:0"))
+            await bench.store.submit(sample(2, scope=f"{number}:sample:0"))
+        placed = [[job.scope for job in await bench.take(epoch)] for epoch in epochs]
+        assert all(2 * 12 <= len(each) <= 2 * 28 for each in placed)
+        assert sum(len(set(each)) for each in placed) == 60
+
+    @scenario
+    async def test_samples_go_to_the_worker_of_their_sessions_model(self, bench: Bench) -> None:
+        """As long as it has at most 16 samples more than the average."""
+        second = await bench.join("second")
+        await bench.submit(1, model_id="t:train:0")
+        await bench.submit(1, model_id="s:train:0")
+        assert keys(await bench.take(second)) == [("s:train:0", 1)]
+        for number in range(4):
+            await bench.store.submit(sample(1, scope=f"s:sample:{number}"))
+        assert len(await bench.take(second)) == 1 + 4
+        for number in range(4, 50):
+            await bench.store.submit(sample(1, scope=f"s:sample:{number}"))
+        samples = [len(await bench.take(epoch)) - 1 for epoch in (second, bench.epoch)]
+        assert samples == [41, 9]  # 32 more than the other, which is 16 more than the average
 
     @scenario
     async def test_models_and_samples_are_balanced_separately(self, bench: Bench) -> None:
@@ -73,24 +108,29 @@ class PlacementContract(Contract):
         await bench.store.submit(sample(1))
         assert keys(await bench.take()) == [("s:train:0", 1), ("s:sample:0", 1)]
         assert await bench.has_nothing(second)
+        await bench.submit(1, model_id="t:train:0")
+        assert keys(await bench.take(second)) == [("t:train:0", 1)]
 
     @scenario
     async def test_samples_go_to_workers_that_only_sample(self, bench: Bench) -> None:
         """And to the others once these are gone; a sample that was placed stays where it is."""
+        await bench.submit(1)
         await bench.store.submit(sample(0))
-        samplers = [await bench.join(name, only_samples=True) for name in ("one", "two")]
-        for seq in range(1, 5):
+        samplers = [await bench.join(name, speed=0.0) for name in ("one", "two")]
+        for seq in range(1, 40):
             await bench.store.submit(sample(seq))
-        assert [each.seq for each in await bench.take()] == [0]
-        assert [[each.seq for each in await bench.take(e)] for e in samplers] == [[1, 3], [2, 4]]
+        assert keys(await bench.take()) == [("s:train:0", 1), ("s:sample:0", 0)]
+        one, two = [[each.seq for each in await bench.take(epoch)] for epoch in samplers]
+        assert sorted(map(len, (one, two))) == [19, 20] and sorted(one + two) == [*range(1, 40)]
         await bench.queue.resign(samplers[0])
-        assert [each.seq for each in await bench.take(samplers[1])] == [2, 4, 1, 3]
+        assert sorted(each.seq for each in await bench.take(samplers[1])) == [*range(1, 40)]
         await bench.queue.resign(samplers[1])
-        assert sorted(each.seq for each in await bench.take()) == [0, 1, 2, 3, 4]
+        mine = [each.seq for each in await bench.take() if each.kind == JobKind.SAMPLE]
+        assert sorted(mine) == [*range(40)]
 
     @scenario
     async def test_a_worker_that_only_samples_gets_no_models(self, bench: Bench) -> None:
-        sampler = await bench.join("sampler", only_samples=True)
+        sampler = await bench.join("sampler", speed=0.0)
         for key in MODELS:
             await bench.store.submit(create(key), model(key))
             await bench.submit(1, model_id=key)
@@ -104,7 +144,7 @@ class PlacementContract(Contract):
 
     @staged(leased=False)
     async def test_models_wait_for_a_worker_that_trains(self, bench: Bench) -> None:
-        sampler = await bench.join("sampler", only_samples=True)
+        sampler = await bench.join("sampler", speed=0.0)
         await bench.submit(1, 2)
         await bench.store.submit(sample(7))
         assert [each.seq for each in await bench.take(sampler)] == [7]
@@ -119,7 +159,7 @@ class PlacementContract(Contract):
         self, bench: Bench
     ) -> None:
         other = replace(INFO, max_rank=8)
-        await bench.join("sampler", other, only_samples=True)
+        await bench.join("sampler", other, speed=0.0)
         (served,) = await bench.store.base_models()
         assert (served.info, served.samplers) == (INFO, 1)
         await bench.join("trainer", other)
@@ -130,7 +170,7 @@ class PlacementContract(Contract):
     async def test_a_worker_may_come_back_as_one_that_only_samples(self, bench: Bench) -> None:
         """Its models wait, or go to another; under the same process nothing changes."""
         await bench.submit(1)
-        again = await bench.queue.lease("worker", "another process", INFO, True)
+        again = await bench.queue.lease("worker", "another process", INFO, 0.0)
         await bench.store.submit(sample(7))
         assert [each.seq for each in await bench.take(again.epoch)] == [7]
         second = await bench.join("second")
@@ -292,6 +332,51 @@ class PlacementContract(Contract):
         assert keys(await bench.take(second)) == [(MODELS[0], 1), (MODELS[3], 2)]
         assert (await bench.queue.renew(bench.epoch)).leaving == []  # 3 and 2
         assert (await bench.queue.renew(second)).leaving == []
+
+    @scenario
+    async def test_workers_together_hand_over_no_more_than_the_average(self, bench: Bench) -> None:
+        """Each renews its lease before it sees what the others hand over."""
+        second = await bench.join("second")
+        for number in range(24):
+            await bench.submit(1, model_id=f"s:train:{number}")
+        third = await bench.join("third")
+        for epoch in (bench.epoch, second):
+            assert len((await bench.queue.renew(epoch)).leaving) == 4
+        assert (await bench.queue.renew(third)).leaving == []
+
+    @scenario
+    async def test_models_are_placed_and_handed_over_by_speed(self, bench: Bench) -> None:
+        """24 models go to speeds of 1 and 3 as 6 and 18. With one of 0.5 beside them: 5, 17, 2."""
+        fast = await bench.join("fast", speed=3.0)
+        for number in range(24):
+            await bench.submit(1, model_id=f"s:train:{number}")
+        assert [len(await bench.take(epoch)) for epoch in (bench.epoch, fast)] == [6, 18]
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+        assert (await bench.queue.renew(fast)).leaving == []
+        slow = await bench.join("slow", speed=0.5)
+        leaving = {each: (await bench.queue.renew(each)).leaving for each in (bench.epoch, fast)}
+        assert [len(each) for each in leaving.values()] == [1, 2]
+        for epoch, names in leaving.items():
+            for key in names:
+                await bench.queue.unassign(epoch, key)
+        taken = [len(await bench.take(epoch)) for epoch in (bench.epoch, fast, slow)]
+        assert taken == [5, 17, 2]
+        for epoch in (bench.epoch, fast, slow):
+            assert (await bench.queue.renew(epoch)).leaving == []
+
+    @scenario
+    async def test_idle_models_of_a_lost_worker_go_to_the_others_at_once(
+        self, bench: Bench
+    ) -> None:
+        """Otherwise a worker that joins would get them beside what the others hand over."""
+        for number in range(6):
+            await bench.submit(1, model_id=f"s:train:{number}")
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        second = await bench.join("second")
+        await bench.queue.resign(bench.epoch)
+        third = await bench.join("third")
+        assert len((await bench.queue.renew(second)).leaving) == 3
+        assert (await bench.queue.renew(third)).leaving == []
 
     @scenario
     async def test_a_surplus_of_one_model_moves_nothing(self, bench: Bench) -> None:

@@ -1,6 +1,7 @@
 """Models are parked, restored, handed over and shared among workers."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from tests.engine.worker.models.test_recovery import NEVER, finish_round, train, undisturbed
@@ -55,6 +56,50 @@ def test_a_second_worker_takes_its_share_of_busy_models(tmp_path: Path) -> None:
             await bench.ok(await bench.step(model))
         assert len(first._adapters) == len(bench.backend._adapters) == 2
         assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(tmp_path, scenario, NEVER)
+
+
+def test_a_model_works_until_its_turn_to_be_handed_over(tmp_path: Path) -> None:
+    """Many models can wait for it, and the store can change its mind meanwhile."""
+
+    async def scenario(bench: Bench) -> None:
+        for model in "abcd":
+            await bench.ok(await bench.create(model))
+        manager = bench.worker._models
+        save, saved, may_save = manager.points.save, [], asyncio.Event()
+
+        async def slow(model_id: str) -> None:
+            saved.append(model_id)
+            await may_save.wait()
+            await save(model_id)
+
+        manager.points.save = slow
+        manager.hand_over(["a", "b"])
+        await until(lambda: saved == ["a"])
+        await bench.ok(await bench.gradient("b"))
+        await bench.ok(await bench.step("b"))
+        manager.hand_over(["a", "c"])
+        may_save.set()
+        await until(lambda: sorted(bench.backend._adapters) == ["b", "d"])
+        assert saved == ["a", "c"]
+        await bench.ok(await bench.gradient("a"))
+
+    run(tmp_path, scenario, NEVER)
+
+
+def test_models_are_shared_by_the_speed_of_the_workers(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        for model in "abcd":
+            await bench.ok(await bench.create(model))
+        first, task, bench.policy = bench.backend, bench.task, replace(NEVER, speed=3.0)
+        bench.start(name="fast")
+        await until(lambda: len(first._adapters) == 1)
+        for model in "abcd":
+            await bench.ok(await bench.gradient(model))
+        assert len(first._adapters) == 1 and len(bench.backend._adapters) == 3
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -13,6 +13,7 @@ from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_engine.core.jobs import MAX_JOBS, Job, JobKind
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.scheduling.cost_model import Cost, CostModel
+from tuneserve_engine.worker.scheduling.runnable import Running, RunningSample
 from tuneserve_engine.worker.scheduling.scheduler import MAX_BYTES, Scheduler
 
 CREATE, GRADIENT, STEP = JobKind.CREATE_MODEL, JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP
@@ -74,7 +75,10 @@ def test_a_gradient_waits_for_the_step_before_it() -> None:
     jobs = pending(("a", STEP), ("a", GRADIENT), ("b", GRADIENT))
     assert batch(jobs, {"a": 1.0, "b": 0.5}) == [0]
     assert batch(with_fields(jobs, 0, attempts=1), {"a": 1.0, "b": 0.5}) == [2]
-    assert batch(jobs, {"a": 100.0, "b": 0.5}) == [2]
+    device = scheduler({"b": 0.5})
+    for _ in range(20):
+        device.charge(pending(("a", SAVE)), 1.0)
+    assert device.next_batch(jobs) == [jobs[2]], "ahead by more than one request or batch"
 
 
 @pytest.mark.parametrize("kind", [CREATE, SAVE, JobKind.LOAD_WEIGHTS, UNLOAD])
@@ -116,12 +120,48 @@ def test_steps_run_before_a_gradient_but_take_no_tenant_further_ahead_than_it_wo
     behind = pending(*[("z", SAVE)] * 3, ("a", GRADIENT), ("b", GRADIENT))[3:]
     jobs = [first, *steps, *behind]
     assert device.next_batch(jobs) == steps
-    assert device.next_batch([first, *steps]) == [first], "nothing would join it sooner"
+    assert device.next_batch([first, *steps]) == steps, "also if no gradient waits behind them"
     device.charge(gradients(("a", 4, 64)), 0.3)  # the first gradient would take 0.5 s
     assert device.next_batch(jobs) == steps[1:]
     assert device.next_batch([first, steps[0], behind[0]]) == steps[:1]
     device.charge(gradients(("a", 4, 64)), 0.4)
     assert device.next_batch([first, steps[0], behind[0]]) == [first]
+
+
+def test_a_short_step_goes_before_the_turns_of_others_up_to_one_request() -> None:
+    """It ends a request whose gradient has had its turn; only a long step waits for its own."""
+    device = Scheduler(batch_s=0.03)
+    for name, seconds in (("z", 0.5), ("b", 0.01), ("c", 0.01)):
+        device.charge(pending((name, SAVE)), seconds)
+    device.charge(pending(("a", STEP)), 0.003)
+    device.charge(pending(("a", GRADIENT, 64)), 0.4)
+    step, *others = pending(("a", STEP), ("b", GRADIENT), ("c", SAMPLE))
+    assert device.next_batch([*others, step]) == [step]
+    device.charge(pending(("a", SAVE)), 0.2)
+    assert device.next_batch([*others, step]) == others[:1]
+    slow = Scheduler(batch_s=0.03)
+    slow.charge(pending(("b", SAVE)), 0.01)
+    slow.charge(pending(("a", STEP)), 0.04)
+    assert slow.next_batch([others[0], step]) == others[:1]
+
+
+def test_a_short_step_interrupts_a_long_request_that_was_interrupted_enough() -> None:
+    device = Scheduler(batch_s=0.03)
+    for name, seconds in (("b", 0.01), ("c", 0.01)):
+        device.charge(pending((name, SAVE)), seconds)
+    device.charge(pending(("a", STEP)), 0.003)
+    device.charge(pending(("a", GRADIENT, 64)), 1.2)
+    running = pending(("b", GRADIENT, 64))
+    step, gradient = pending(("a", STEP), ("a", GRADIENT))
+    sample = [RunningSample(pending(("c", SAMPLE))[0], 1)]
+    enough = [Running(running, 1.0, 1.0)]
+    assert device.interrupting_batch(enough, [gradient], []) == []
+    assert device.interrupting_batch(enough, [step], []) == [step]
+    device.charge(pending(("a", SAVE)), 0.2)
+    assert device.interrupting_batch(enough, [step], sample) == [sample[0].job]
+    assert device.interrupting_batch(enough, [], sample) == [sample[0].job]
+    device.charge([sample[0].job], 0.3)
+    assert device.interrupting_batch(enough, [step], sample) == [step], "near the sample now"
 
 
 def test_a_tenants_steps_do_not_keep_its_own_gradient_waiting_forever() -> None:

@@ -115,6 +115,7 @@ function jobs.enter(job, payload)
     end
     if job.kind == 'sample' then
       call('ZADD', P .. 'samples', NOW, job.id)
+      call('HINCRBY', P .. 'sampling', job.scope, 1)
     elseif job.kind == 'save_weights' then
       call('HSET', saving_key(job.tenant), job.id, job.saves and job.saves.size_bytes or 0)
     end
@@ -169,7 +170,7 @@ end
 -- Ends an unfinished job. The job is kept for replay if it changed its model's state.
 function jobs.finish(id, how)
   local at = job_key(id)
-  local job = call('HMGET', at, 'state', 'tenant', 'model', 'size', 'position', 'kind')
+  local job = call('HMGET', at, 'state', 'tenant', 'model', 'size', 'position', 'kind', 'scope')
   local model = job[3]
   if job[1] == 'held' then
     call('ZREM', P .. 'held', id)
@@ -179,6 +180,9 @@ function jobs.finish(id, how)
   end
   if job[6] == 'sample' then
     call('ZREM', P .. 'samples', id)
+    if call('HINCRBY', P .. 'sampling', job[7], -1) <= 0 then
+      call('HDEL', P .. 'sampling', job[7])
+    end
   elseif job[6] == 'save_weights' then
     call('HDEL', saving_key(job[2]), id)
   end

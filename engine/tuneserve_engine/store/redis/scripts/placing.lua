@@ -5,11 +5,11 @@ local function lanes_key(epoch) return P .. 'lanes:' .. epoch end
 local function waiting_lanes_key(base) return P .. 'waiting-lanes:' .. base end
 local function waiting_jobs_key(base) return P .. 'waiting-jobs:' .. base end
 
-local function lanes_of(epoch) return call('SCARD', lanes_key(epoch)) end
 local function samples_of(epoch) return number(call('HGET', worker_key(epoch), 'samples')) end
 
--- Workers that only sample come first for samples, and get no models.
-local function only_samples(epoch) return call('HGET', worker_key(epoch), 'only') == '1' end
+-- How fast a worker trains, relative to others. Workers with 0 come first for samples, and get no
+-- models.
+local function speed_of(epoch) return number(call('HGET', worker_key(epoch), 'speed') or '1') end
 
 -- Returns the live workers of a base model, the lowest epoch first.
 function placing.workers(base)
@@ -38,22 +38,54 @@ end
 local function sorted_out(base)
   local samplers, trainers = {}, {}
   for _, epoch in ipairs(placing.workers(base)) do
-    local its = only_samples(epoch) and samplers or trainers
+    local its = speed_of(epoch) == 0 and samplers or trainers
     its[#its + 1] = epoch
   end
   return samplers, trainers
 end
 
--- Returns the worker of a base model with the fewest models, and their number; nil without a
--- worker that trains.
-function placing.fewest_models(base)
-  local _, trainers = sorted_out(base)
-  return least(trainers, lanes_of)
+-- Returns {epoch, speed, number of models} of the workers of a base model that train.
+function placing.trainers(base)
+  local _, found = sorted_out(base)
+  for i, epoch in ipairs(found) do
+    found[i] = { epoch, speed_of(epoch), call('SCARD', lanes_key(epoch)) }
+  end
+  return found
 end
 
-local function fewest_samples(base)
+-- The unfinished samples of one sampling session that stay together. A worker that has so many more
+-- samples than the average is passed over.
+local SAMPLES_TOGETHER = 16
+
+-- Returns the worker of a base model for a sample of this sampling session. Its first samples go to
+-- one worker, which then loads their snapshot once. It is the worker of the session's first model,
+-- or else the first in a random order of this sampling session, of those that are not passed over.
+-- Further samples go to the worker with the fewest.
+local function worker_for_sample(base, scope)
   local samplers, trainers = sorted_out(base)
-  return least(#samplers > 0 and samplers or trainers, samples_of)
+  local epochs = #samplers > 0 and samplers or trainers
+  if number(call('HGET', P .. 'sampling', scope)) > SAMPLES_TOGETHER then
+    return (least(epochs, samples_of))
+  end
+  local samples, sum = {}, 0
+  for i, epoch in ipairs(epochs) do
+    samples[i] = samples_of(epoch)
+    sum = sum + samples[i]
+  end
+  local session = string.match(scope, '^(.*):sample:')
+  local home = session and call('HGET', lane_key(session .. ':train:0'), 'worker')
+  local best, highest
+  for i, epoch in ipairs(epochs) do
+    if samples[i] < sum / #epochs + SAMPLES_TOGETHER then
+      local order = redis.sha1hex(epoch .. ':' .. scope)
+      if epoch == home then
+        return epoch
+      elseif not best or order > highest then
+        best, highest = epoch, order
+      end
+    end
+  end
+  return best
 end
 
 -- Updates the sets that a lane belongs to after a change of its worker or its jobs.
@@ -71,27 +103,31 @@ local function settle_lane(model)
   end
 end
 
-local function place_lane(model)
-  local epoch = placing.fewest_models(call('HGET', lane_key(model), 'base') or '')
-  if epoch then
-    call('HSET', lane_key(model), 'worker', epoch)
-    call('SADD', lanes_key(epoch), model)
+-- Places a model with the one of these workers that then has the fewest for its speed, if there are
+-- any. Returns its epoch.
+local function place_lane(model, trainers)
+  local best = least(trainers, function(its) return (1 + its[3]) / its[2] end)
+  if best then
+    best[3] = best[3] + 1
+    call('HSET', lane_key(model), 'worker', best[1])
+    call('SADD', lanes_key(best[1]), model)
+    return best[1]
   end
-  return epoch
 end
 
 -- Gives a job the next place in the order of execution, and a worker if there is one.
 function placing.place(id)
-  local job = call('HMGET', job_key(id), 'model', 'base')
+  local job = call('HMGET', job_key(id), 'model', 'base', 'scope')
   local model, base = job[1], job[2]
   local release = call('HINCRBY', META, 'releases', 1)
   local epoch
   if model then
     call('ZADD', ready_key(model), release, id)
-    epoch = call('HGET', lane_key(model), 'worker') or place_lane(model)
+    epoch = call('HGET', lane_key(model), 'worker')
+      or place_lane(model, placing.trainers(base))
     settle_lane(model)
   else
-    epoch = fewest_samples(base)
+    epoch = worker_for_sample(base, job[3])
     if epoch then
       call('HINCRBY', worker_key(epoch), 'samples', 1)
     else
@@ -144,8 +180,8 @@ function placing.release(model)
   settle_lane(model)
 end
 
--- Ends a lease and returns the base model of its worker. The lease's models and jobs have no worker
--- until they are placed again.
+-- Ends a lease and returns the base model of its worker. Other workers get its idle models, if there
+-- are any. Its other models, and its jobs, have no worker until they are placed again.
 function placing.end_lease(epoch)
   local worker = call('HMGET', worker_key(epoch), 'name', 'base')
   if call('HGET', P .. 'names', worker[1]) == epoch then
@@ -159,8 +195,13 @@ function placing.end_lease(epoch)
       call('ZADD', waiting_jobs_key(job[2]), job[3], id)
     end
   end
-  for _, model in ipairs(call('SMEMBERS', lanes_key(epoch))) do
+  local models, trainers = call('SMEMBERS', lanes_key(epoch)), placing.trainers(worker[2])
+  table.sort(models)
+  for _, model in ipairs(models) do
     take_lane(model)
+    if number(call('HGET', lane_key(model), 'jobs')) == 0 then
+      place_lane(model, trainers)
+    end
     settle_lane(model)
   end
   call('DEL', worker_key(epoch), queue_key(epoch), lanes_key(epoch), cancelled_key(epoch),

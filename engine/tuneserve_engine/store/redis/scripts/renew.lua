@@ -37,9 +37,21 @@ table.sort(models, function(a, b)
   end
   return a < b
 end)
--- A worker with at least two models fewer gets half the difference, idle models first.
-local _, lowest = placing.fewest_models(call('HGET', worker_key(epoch), 'base'))
-local surplus = math.floor((#models - (lowest or #models)) / 2)
+-- A worker that has room for more, with as many models for its speed, gets as many as would even the
+-- two out, or as this one has above its part of all, whichever is fewer: all workers hand over at
+-- once. Idle models go first.
+local trainers = placing.trainers(call('HGET', worker_key(epoch), 'base'))
+local own, mine, speeds, sum, evened = #models, nil, 0, 0, 0
+for _, its in ipairs(trainers) do
+  mine = its[1] == epoch and its[2] or mine
+  speeds, sum = speeds + its[2], sum + its[3]
+end
+if mine then
+  for _, its in ipairs(trainers) do
+    evened = math.max(evened, math.floor((own * its[2] - its[3] * mine) / (mine + its[2])))
+  end
+end
+local surplus = mine and math.min(evened, own - math.floor(sum * mine / speeds)) or 0
 local given_up = {}
 for i = 1, math.max(parked, surplus) do
   given_up[i] = models[i]

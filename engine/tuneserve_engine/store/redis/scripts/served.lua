@@ -5,10 +5,10 @@ local ttl = number(ARGV[2])
 local count, samplers, told, found = {}, {}, {}, {}
 for _, epoch in ipairs(call('ZRANGEBYSCORE', P .. 'workers', '-inf', '+inf')) do
   if number(call('ZSCORE', P .. 'workers', epoch)) >= tonumber(NOW) - ttl then
-    local worker = call('HMGET', worker_key(epoch), 'base', 'name', 'figures', 'only')
+    local worker = call('HMGET', worker_key(epoch), 'base', 'name', 'figures', 'speed')
     local base, figures = worker[1], worker[3]
     count[base] = (count[base] or 0) + 1
-    samplers[base] = (samplers[base] or 0) + (worker[4] == '1' and 1 or 0)
+    samplers[base] = (samplers[base] or 0) + (tonumber(worker[4] or '1') == 0 and 1 or 0)
     told[base] = told[base] or {}
     if figures then
       table.insert(told[base], worker[2])
