@@ -26,9 +26,9 @@ class Panel:
 
     def svg(self) -> str:
         """Return the plot's elements."""
-        xs = [x for line in self.lines.values() for x, _ in line]
-        top = max(y for line in self.lines.values() for _, y in line) or 1.0
-        low, high = (min(xs), max(xs)) if self.log_x else (0.0, max(xs))
+        points = [point for line in self.lines.values() for point in line] or [(1.0, 1.0)]
+        xs, top = [x for x, _ in points], max(y for _, y in points) or 1.0
+        low, high = (min(xs), max(xs)) if self.log_x else (0.0, max(xs) or 1.0)
         ticks = _decades(low, high) if self.log_x else _ticks(high)
         low, high = (min(low, ticks[0]), max(high, ticks[-1]))
 
@@ -91,6 +91,8 @@ def distribution(values: Sequence[float], most: int = 200) -> list[tuple[float, 
     """Return the points (value, share of values up to it) of at most so many values."""
     ordered = sorted(values)
     count = len(ordered)
+    if not count:
+        return []
     ranks = sorted({n * (count - 1) // (most - 1) for n in range(most)})
     return [(ordered[rank], (rank + 1) / count) for rank in ranks]
 
@@ -102,5 +104,5 @@ def _ticks(high: float) -> list[float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first, last = math.floor(math.log10(low)), math.floor(math.log10(high)) + 1
     return [10.0**power for power in range(first, last + 1)]

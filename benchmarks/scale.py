@@ -224,7 +224,7 @@ def _lost(service: VirtualService) -> int:
 def _rate(seen: Seen) -> float:
     """Return the requests a second, of those that count."""
     sent_s = [at for waits in seen.waits.values() for at, _ in waits if at > RAMPED_S]
-    return len(sent_s) / (max(sent_s) - RAMPED_S)
+    return len(sent_s) / (max(sent_s, default=RAMPED_S + 1) - RAMPED_S)
 
 
 def shares_of(service: VirtualService, seen: Seen, seconds: float) -> list[list[Any]]:
@@ -291,7 +291,7 @@ def panels_of(alone: Seen, calm: Seen, storm: Seen, service: VirtualService) -> 
         Panel(
             "Share of a dead worker's requests that had ended after so long",
             "seconds",
-            {"requests": distribution(service.recoveries or [0.0])},
+            {"requests": distribution(service.recoveries)},
         ),
     ]
 
@@ -303,8 +303,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="Virtual seconds.")
     parser.add_argument("--slow", type=float, default=0.25, help="Share of slow devices.")
     parser.add_argument("--deaths", type=float, default=60.0, help="Mean seconds between deaths.")
-    parser.add_argument("--dry-run", action="store_true", help="Store neither tables nor plots.")
+    parser.add_argument("--plots", type=Path, help="Draw the plots into this file.")
+    parser.add_argument("--dry-run", action="store_true", help="Do not store the tables.")
     asked = parser.parse_args()
+    if asked.seconds <= RAMPED_S + 1:
+        parser.error(f"seconds is {asked.seconds:g}; requests count from {RAMPED_S:g} s on")
     alone = Seen()
     for kind in (FAST, SLOW):
         service = VirtualService([kind] * asked.workers)
@@ -341,9 +344,8 @@ def main() -> None:
             "recoveries_s": np.quantile(service.recoveries or [0.0], (0.5, 0.99, 1)).tolist(),
         }
     publish(figures, tables, dry_run=asked.dry_run)
-    if not asked.dry_run:
-        plots = Path(__file__).parents[1] / "docs" / "images" / "scale.svg"
-        plots.write_text(page(panels_of(alone, *runs, service)))
+    if asked.plots:
+        asked.plots.write_text(page(panels_of(alone, *runs, service)))
 
 
 if __name__ == "__main__":

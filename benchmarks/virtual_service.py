@@ -287,7 +287,7 @@ class VirtualService:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def device_of(self, model_id: str) -> str:
-        """Return the kind of device that has the model; empty if none has."""
+        """Return the kind of device that has the model; "none" if none has."""
         rows = await self.store.read(
             "SELECT name FROM lanes JOIN workers ON epoch = worker WHERE model_id = ?", model_id
         )
@@ -346,9 +346,9 @@ class VirtualService:
     async def _kill_some(self) -> None:
         while True:
             await asyncio.sleep(self._draw.expovariate(1 / self.deaths_s))
-            name = self._draw.choice(sorted(self._workers))
-            if self.devices[name].is_dead:
-                continue
+            name = self._draw.choice(
+                [each for each in self._workers if not self.devices[each].is_dead]
+            )
             self.devices[name].is_dead = True
             self._workers[name].cancel()
             ((models,),) = await self.store.read(

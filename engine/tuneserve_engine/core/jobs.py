@@ -241,3 +241,22 @@ def encode(command: CreateModel | OptimStep | SaveWeights | LoadWeights | Sample
 def decode(payload: bytes, command_type: type[Command]) -> Command:
     """Return the command in a payload. Raises ``msgspec.DecodeError`` for anything else."""
     return msgspec.msgpack.decode(payload, type=command_type)
+
+
+def snapshot_and_sequences(payload: bytes) -> tuple[str | None, int]:
+    """Return the file of a sample's snapshot, if it has one, and the number of sequences.
+
+    An invalid payload has no sequences: the sample fails at once.
+    """
+    try:
+        size = msgspec.msgpack.decode(payload, type=_SnapshotNeeds)
+    except msgspec.DecodeError:
+        return None, 0
+    return size.file_id, size.num_samples
+
+
+class _SnapshotNeeds(msgspec.Struct):
+    """The fields of a ``SampleCommand`` that its placement needs."""
+
+    file_id: str | None = None
+    num_samples: int = 1

@@ -110,10 +110,12 @@ class WorkerSettings(CommonSettings):
         description="Take samples only, and no models. As long as such workers run, they take all "
         "samples. They need no memory for training.",
     )
-    relative_speed: PositiveFloat = Field(
+    relative_speed: float = Field(
         default=1.0,
+        ge=0.01,
+        le=100.0,
         description="How fast this worker trains, relative to other workers of its base model. One "
-        "with twice the speed gets twice the models.",
+        "with twice the speed gets twice the models. Samples are spread without regard to it.",
     )
     rescore_samples: bool = Field(
         default=False,

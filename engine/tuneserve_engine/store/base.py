@@ -159,12 +159,12 @@ class Queue(Protocol):
 
     A worker is a process with a lease: a name, a base model and an epoch that only grows. The jobs
     of a model go to the one worker that the model is placed with. A model is placed on its first
-    job, with the worker of its base model that has the fewest models. The first 16 samples of a
-    sampling session go to one worker, that of the session's first model if it may take them, and
-    further ones to the worker with the fewest: among those that only sample, if there are any.
-    Workers that only sample get no models, and others get them in proportion to their speeds. If no
-    worker serves the base model, models and samples are placed when such a worker leases. Placing
-    gives waiting jobs new ``release`` numbers, so that a cursor never misses them.
+    job, or as soon as its worker is gone, with the worker of its base model that then has the
+    fewest models for its speed. A sample goes to the worker with the fewest sequences, but the
+    first 16 sequences of a snapshot's session go to one worker, if it may that of the session's
+    first model. Workers that only sample come first for samples, and get no models. If no worker
+    serves the base model, models and samples are placed when such a worker leases. Placing gives
+    waiting jobs new ``release`` numbers, so that a cursor never misses them.
 
     Every method with an epoch raises ``Fenced`` if that lease is over. Any method may raise
     ``StoreFailed`` or ``ConnectionError``.

@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from tuneserve_engine.core.jobs import EncodedTokenDelta, Job, JobKind, Outcome, Rejection
+from tuneserve_engine.core.jobs import (
+    EncodedTokenDelta,
+    Job,
+    JobKind,
+    Outcome,
+    Rejection,
+    snapshot_and_sequences,
+)
 from tuneserve_engine.core.policies import StorePolicy
 from tuneserve_engine.core.records import (
     RECORD_NAME,
@@ -151,6 +158,10 @@ def job(new: Job, request_id: str) -> dict[str, Any]:
         fields += ["position", new.position]
     if new.trace:
         fields += ["trace", new.trace]
+    snapshot = None
+    if new.kind == JobKind.SAMPLE and new.rejection is None:
+        snapshot, sequences = snapshot_and_sequences(new.payload)
+        fields += ["sequences", sequences]
     found: dict[str, Any] = {
         "id": request_id,
         "tenant": new.tenant,
@@ -161,6 +172,7 @@ def job(new: Job, request_id: str) -> dict[str, Any]:
         "position": None if new.model_id is None else new.position,
         "base": new.base_model,
         "file": _file_of(new),
+        "snapshot": snapshot,
         "fields": fields,
     }
     if new.saves is not None:

@@ -115,14 +115,16 @@ def _enter(tx: Transaction, job: Job) -> str:
             ).fetchone()
         base_model = _new_lane(tx, job, job.model_id) if lane is None else lane[0]
 
+    sequences = placement.count_sample(tx, job) if job.kind == JobKind.SAMPLE else None
     (n,) = tx.execute(
         "INSERT INTO jobs (request_id, tenant, kind, scope, seq, model_id, position, base_model, "
-        "state, release, attempts, size, created_s, trace, saves) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?, ?, ?) RETURNING n",
+        "state, release, attempts, size, created_s, trace, saves, sequences) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?, ?, ?, ?) RETURNING n",
         *(request_id, job.tenant, job.kind.value, job.scope, job.seq),
         *(job.model_id, job.position, base_model),
         *(len(job.payload), tx.now_s, job.trace or None),
         None if job.saves is None else job.saves.size_bytes,
+        sequences,
     ).fetchone()
     if job.rejection is None:
         tx.execute("INSERT INTO payloads VALUES (?, ?)", n, job.payload)
@@ -304,12 +306,12 @@ def end_job(tx: Transaction, result: Outcome) -> None:
     The payload is dropped, unless the job changed its model's state: then replay may need it.
     """
     row = tx.execute(
-        "SELECT n, tenant, kind, scope, seq, model_id, position, worker, size, created_s FROM jobs "
-        f"WHERE request_id = ? AND {UNFINISHED}",
+        "SELECT n, tenant, kind, scope, seq, model_id, position, worker, size, created_s, "
+        f"sequences FROM jobs WHERE request_id = ? AND {UNFINISHED}",
         result.request_id,
     ).fetchone()
     assert row is not None, f"{result.request_id} had already ended"
-    n, tenant, kind, scope, seq, model_id, position, worker, size, created_s = row
+    n, tenant, kind, scope, seq, model_id, position, worker, size, created_s, sequences = row
     rejection = result.rejection
     is_kept = result.changed and rejection is None and position is not None
     is_sample = kind == JobKind.SAMPLE
@@ -341,7 +343,7 @@ def end_job(tx: Transaction, result: Outcome) -> None:
         tx.execute("DELETE FROM payloads WHERE job = ?", n)
     limits.count(tx, tenant, model_id, -1, -size)
     if model_id is None:
-        tx.execute("UPDATE workers SET samples = samples - 1 WHERE epoch = ?", worker)
+        placement.discount_sample(tx, worker, scope, sequences)
     elif kind == JobKind.UNLOAD_MODEL:
         points.forget(tx, model_id)
         retention.forget_orphan(tx, model_id)

@@ -50,16 +50,15 @@ class Leases:
         if row is not None and row[1] == owner:
             tx.execute("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, row[0])
             return Lease(row[0], resumed=True)
-        orphaned = {info.name}
+        orphans = _Orphans({info.name: []})
         if row is not None:
-            orphaned.add(self._end(tx, row[0], died=True))
+            self._end(tx, row[0], orphans, died=True)
         epoch = records.next_of(tx, "epoch")
         tx.execute(
             "INSERT INTO workers VALUES (?, ?, ?, ?, 0, ?)", epoch, name, owner, info.name, tx.now_s
         )
         tx.execute("INSERT INTO speeds VALUES (?, ?)", epoch, speed)
-        for base_model in sorted(orphaned):
-            placement.place_waiting(tx, base_model)
+        _place(tx, orphans)
         return Lease(epoch, resumed=False)
 
     def renew(
@@ -74,13 +73,17 @@ class Leases:
         silent = tx.execute(
             "SELECT epoch FROM workers WHERE seen_s < ?", tx.now_s - self.policy.lease_ttl_s
         ).fetchall()
-        for base_model in sorted({self._end(tx, each, died=True) for (each,) in silent}):
-            placement.place_waiting(tx, base_model)
+        orphans = _Orphans()
+        for (each,) in silent:
+            self._end(tx, each, orphans, died=True)
+        _place(tx, orphans)
         return _to_be_given_up(tx, epoch), records.weights(tx)
 
     def resign(self, tx: Transaction, epoch: int) -> None:
         placement.check_epoch(tx, epoch)
-        placement.place_waiting(tx, self._end(tx, epoch, died=False))
+        orphans = _Orphans()
+        self._end(tx, epoch, orphans, died=False)
+        _place(tx, orphans)
 
     def killed(self, tx: Transaction, name: str) -> None:
         row = tx.execute("SELECT epoch FROM workers WHERE name = ?", name).fetchone()
@@ -90,7 +93,9 @@ class Leases:
             self.kills[request_id] = self.kills.get(request_id, 0) + 1
         while len(self.kills) > _KILLS:
             del self.kills[next(iter(self.kills))]
-        placement.place_waiting(tx, self._end(tx, row[0], died=True))
+        orphans = _Orphans()
+        self._end(tx, row[0], orphans, died=True)
+        _place(tx, orphans)
 
     def note_running(self, tx: Transaction, epoch: int, request_ids: Sequence[str]) -> None:
         placement.check_epoch(tx, epoch)
@@ -154,12 +159,8 @@ class Leases:
             *(info.name, tx.now_s, msgspec.json.encode(info).decode(), keeps),
         )
 
-    def _end(self, tx: Transaction, epoch: int, *, died: bool) -> str:
-        """End the lease and return the base model of its worker.
-
-        Other workers get its idle models, if there are any. Its other models, and its jobs, have no
-        worker until ``place_waiting`` places them again.
-        """
+    def _end(self, tx: Transaction, epoch: int, orphans: "_Orphans", *, died: bool) -> None:
+        """End the lease. Its models and jobs have no worker until ``_place`` places them again."""
         if died:
             self._count_attempts(tx, epoch)
         row = tx.execute("SELECT base_model, seen_s FROM workers WHERE epoch = ?", epoch).fetchone()
@@ -171,16 +172,14 @@ class Leases:
         tx.execute(
             "UPDATE served SET seen_s = MAX(seen_s, ?) WHERE base_model = ?", seen_s, base_model
         )
-        orphans = tx.execute(
-            "UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ? RETURNING model_id, jobs",
-            epoch,
+        idle = tx.execute(
+            "SELECT model_id FROM lanes WHERE worker = ? AND jobs = 0 AND park = 0", epoch
         ).fetchall()
-        idle = sorted(model_id for model_id, jobs in orphans if not jobs)
-        placement.place_models(tx, idle, base_model)
+        tx.execute("UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ?", epoch)
+        orphans.setdefault(base_model, []).extend(model_id for (model_id,) in idle)
         tx.execute("UPDATE jobs SET worker = NULL WHERE state = 'ready' AND worker = ?", epoch)
         tx.news.take = True  # waiting takes of the epoch must learn that it is over
         tx.news.over.append(epoch)
-        return str(base_model)
 
     def _count_attempts(self, tx: Transaction, epoch: int) -> None:
         """Count an attempt for the epoch's running jobs, and end those with too many attempts."""
@@ -199,6 +198,17 @@ class Leases:
                 self.kills.pop(request_id, None)
                 end_job(tx, Outcome(request_id, rejection=refusals.fatal(row[0])))
                 _fail_if_never_created(tx, row[1])
+
+
+class _Orphans(dict[str, list[str]]):
+    """The base models of workers whose leases ended, with the idle models of these workers."""
+
+
+def _place(tx: Transaction, orphans: _Orphans) -> None:
+    """Place the idle models, and all jobs that wait, with the workers that are there."""
+    for base_model, idle in sorted(orphans.items()):
+        placement.place_models(tx, sorted(idle), base_model)
+        placement.place_waiting(tx, base_model)
 
 
 def _of_known_revision(tx: Transaction, info: BaseModelInfo) -> BaseModelInfo:
@@ -225,9 +235,9 @@ def _fail_if_never_created(tx: Transaction, model_id: str | None) -> None:
 def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     """Return the models that the worker should release, idle ones first.
 
-    These are the models to be parked. If another worker of the base model has room for more, with
-    as many models for its speed, there are at least as many as would even the two out, or as this
-    worker has above its part of all, whichever is fewer: all workers hand over at once.
+    These are the models to be parked, and at least as many as the worker has above its part of all
+    models, which is in proportion to its speed. The parts add up to all models. A model that is no
+    whole part goes to the worker with the most above its own, so that it need not move.
     """
     models = tx.execute(
         "SELECT model_id, park FROM lanes WHERE worker = ? ORDER BY park DESC, jobs > 0, model_id",
@@ -235,15 +245,19 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     ).fetchall()
     (base_model,) = tx.execute("SELECT base_model FROM workers WHERE epoch = ?", epoch).fetchone()
     trainers = placement.trainers(tx, base_model)
-    mine = next((speed for each, speed, _ in trainers if each == epoch), 0.0)
-    surplus = 0
-    if mine:
-        own, speeds = len(models), sum(speed for _, speed, _ in trainers)
-        part = floor(sum(count for *_, count in trainers) * mine / speeds)
-        evened = max(floor((own * its - count * mine) / (mine + its)) for _, its, count in trainers)
-        surplus = max(0, min(evened, own - part))
+    above = _above_part([(speed, count) for _, speed, count in trainers])
+    surplus = next((n for n, (each, *_) in zip(above, trainers, strict=True) if each == epoch), 0)
     parked = sum(park for _, park in models)
     return [model_id for model_id, _ in models[: max(parked, surplus)]]
+
+
+def _above_part(trainers: Sequence[tuple[float, int]]) -> list[int]:
+    """Return how many models each worker has above its part, from their speeds and models."""
+    speeds, total = sum(speed for speed, _ in trainers), sum(count for _, count in trainers)
+    above = [count - floor(total * speed / speeds) for speed, count in trainers]
+    for place in sorted(range(len(above)), key=lambda at: (-above[at], at))[: max(sum(above), 0)]:
+        above[place] -= 1
+    return above
 
 
 def unassign(tx: Transaction, epoch: int, model_id: str) -> None:
@@ -251,7 +265,12 @@ def unassign(tx: Transaction, epoch: int, model_id: str) -> None:
     placed = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", model_id).fetchone()
     if placed != (epoch,):
         return
-    row = tx.execute("SELECT base_model FROM lanes WHERE model_id = ?", model_id).fetchone()
+    row = tx.execute(
+        "SELECT base_model, park, jobs FROM lanes WHERE model_id = ?", model_id
+    ).fetchone()
     assert row is not None
+    base_model, park, jobs = row
     placement.unplace(tx, model_id)
-    placement.place_waiting(tx, row[0])
+    if not park and not jobs:  # it counts for its next worker from now on
+        placement.place_models(tx, [model_id], base_model)
+    placement.place_waiting(tx, base_model)

@@ -4,16 +4,16 @@ A job that is placed gets a new ``release`` number, so that no worker's cursor i
 """
 
 from collections.abc import Sequence
-from hashlib import sha1
 
+from tuneserve_engine.core.jobs import Job, snapshot_and_sequences
 from tuneserve_engine.store.errors import Fenced
 from tuneserve_engine.store.sqlite import records
 from tuneserve_engine.store.sqlite.group_commit import Row, Transaction
 from tuneserve_engine.store.sqlite.schema import SPEEDS, UNFINISHED
 
-SAMPLES_TOGETHER = 16
-"""The unfinished samples of one sampling session that stay together. A worker that has so many more
-samples than the average is passed over."""
+SEQUENCES_TOGETHER = 16
+"""The unfinished sequences of one sampling session that stay together. A worker that has so many
+more sequences than the average is passed over."""
 
 
 def check_epoch(tx: Transaction, epoch: int) -> None:
@@ -69,13 +69,45 @@ def place_models(tx: Transaction, model_ids: Sequence[str], base_model: str) -> 
     return None if chosen is None else (chosen,)
 
 
-def _worker_for_sample(tx: Transaction, n: int, base_model: str) -> Row | None:
-    """Choose the worker of the sample ``n``, and count the sample; None without a worker.
+def count_sample(tx: Transaction, job: Job) -> int | None:
+    """Count an accepted sample for its sampling session, if it has a snapshot.
 
-    Workers that only sample come first. The first ``SAMPLES_TOGETHER`` samples of a sampling
-    session go to one worker, which then loads their snapshot once. It is the worker of the
-    session's first model, or else the first in a random order of this sampling session (rendezvous
-    hashing), of those that are not passed over. Further samples go to the worker with the fewest.
+    Returns the number of its sequences.
+    """
+    if job.rejection is not None:
+        return None
+    file_id, sequences = snapshot_and_sequences(job.payload)
+    if file_id is not None:
+        tx.execute(
+            "INSERT INTO sampling (scope, sequences) VALUES (?, ?) "
+            "ON CONFLICT (scope) DO UPDATE SET sequences = sequences + excluded.sequences",
+            job.scope,
+            sequences,
+        )
+    return sequences
+
+
+def discount_sample(tx: Transaction, epoch: int | None, scope: str, sequences: int | None) -> None:
+    """Undo ``count_sample`` and the count of the sample's worker."""
+    tx.execute(
+        "UPDATE workers SET samples = samples - ? WHERE epoch = ?",
+        1 if sequences is None else sequences,
+        epoch,
+    )
+    if sequences is not None:
+        tx.execute(
+            "UPDATE sampling SET sequences = sequences - ? WHERE scope = ?", sequences, scope
+        )
+        tx.execute("DELETE FROM sampling WHERE scope = ? AND sequences <= 0", scope)
+
+
+def _worker_for_sample(tx: Transaction, n: int, base_model: str) -> Row | None:
+    """Choose the worker of the sample ``n``, and count its sequences; None without a worker.
+
+    Workers that only sample come first. The first ``SEQUENCES_TOGETHER`` sequences of a sampling
+    session with a snapshot go to one worker, which then loads the snapshot once: to the one that
+    has it for unfinished samples of the session, or else the worker of the session's first model,
+    unless it is passed over. All others go to the worker with the fewest sequences.
     """
     workers = tx.execute(
         f"SELECT epoch, samples, speed = 0 FROM ({SPEEDS}) WHERE base_model = ? ORDER BY epoch",
@@ -84,28 +116,24 @@ def _worker_for_sample(tx: Transaction, n: int, base_model: str) -> Row | None:
     workers = [each for each in workers if each[2]] or workers
     if not workers:
         return None
-    row = tx.execute("SELECT scope FROM jobs WHERE n = ?", n).fetchone()
+    row = tx.execute(
+        "SELECT jobs.scope, IFNULL(jobs.sequences, 1), sampling.sequences, sampling.worker "
+        "FROM jobs LEFT JOIN sampling USING (scope) WHERE n = ?",
+        n,
+    ).fetchone()
     assert row is not None
-    (scope,) = row
-    of_scope = tx.execute(
-        f"SELECT 1 FROM jobs WHERE scope = ? AND kind = 'sample' AND {UNFINISHED} LIMIT ?",
-        scope,
-        SAMPLES_TOGETHER + 1,
-    ).fetchall()
-    if len(of_scope) > SAMPLES_TOGETHER:
-        chosen = min(workers, key=lambda each: each[1])[0]
-    else:
+    scope, sequences, together, kept = row
+    chosen = min(workers, key=lambda each: each[1])[0]
+    if together is not None and together <= SEQUENCES_TOGETHER:
         first = scope.rpartition(":sample:")[0] + ":train:0"
         home = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", first).fetchone()
-        average = sum(samples for _, samples, _ in workers) / len(workers)
-        near = [each for each, samples, _ in workers if samples < average + SAMPLES_TOGETHER]
-        chosen = max(near, key=lambda each: (home == (each,), _order(each, scope)))
-    tx.execute("UPDATE workers SET samples = samples + 1 WHERE epoch = ?", chosen)
+        most = SEQUENCES_TOGETHER + sum(samples for _, samples, _ in workers) / len(workers)
+        near = [epoch for epoch, samples, _ in workers if samples < most]
+        wanted = (kept, home[0] if home else None)
+        chosen = next((epoch for epoch in wanted if epoch in near), chosen)
+        tx.execute("UPDATE sampling SET worker = ? WHERE scope = ?", chosen, scope)
+    tx.execute("UPDATE workers SET samples = samples + ? WHERE epoch = ?", sequences, chosen)
     return (chosen,)
-
-
-def _order(epoch: int, scope: str) -> str:
-    return sha1(f"{epoch}:{scope}".encode()).hexdigest()
 
 
 def place_waiting(tx: Transaction, base_model: str) -> None:

@@ -137,6 +137,13 @@ _RELEASED = (
 # of its own, like the column trace.
 _SPEEDS = ("CREATE TABLE IF NOT EXISTS speeds (epoch INTEGER PRIMARY KEY, speed REAL NOT NULL)",)
 
+# The unfinished sequences of each sampling session with a snapshot, and the worker that has the
+# snapshot for them. Like the table above, it has no version.
+_SAMPLING = (
+    "CREATE TABLE IF NOT EXISTS sampling (scope TEXT PRIMARY KEY, sequences INTEGER NOT NULL, "
+    "worker INTEGER) WITHOUT ROWID",
+)
+
 # Rows of ended jobs stay for a while as tombstones, so that a key is not executed twice. Payloads
 # have a table of their own: a job's row changes several times, and would be written with its
 # payload each time. A body is written once, in the last column: reading the columns before it never
@@ -158,6 +165,7 @@ _TABLES = (
         seen_s REAL NOT NULL
     )""",
     *_SPEEDS,
+    *_SAMPLING,
     # seen_s is for workers that are gone; a worker with a lease has its own in its row of workers.
     """CREATE TABLE served (
         base_model TEXT PRIMARY KEY,
@@ -182,7 +190,7 @@ _TABLES = (
     # comes to the position; a job that ended before that loses its position then. completion counts
     # samples as they end, until their clients have acknowledged them. usage is the job's cost, once
     # its worker has reported it. trace is the span that submitted the job, absent without tracing.
-    # saves is the estimated size in bytes of the file of a save.
+    # saves is the estimated size in bytes of the file of a save; sequences are those of a sample.
     """CREATE TABLE jobs (
         n INTEGER PRIMARY KEY,
         request_id TEXT NOT NULL UNIQUE,
@@ -204,6 +212,7 @@ _TABLES = (
         halvings INTEGER,
         trace TEXT,
         saves INTEGER,
+        sequences INTEGER,
         completion INTEGER,
         usage TEXT,
         category TEXT,
@@ -248,7 +257,7 @@ _TABLES = (
     *_INDICES,
 )
 
-_ADDED = {"trace": "TEXT", "saves": "INTEGER"}
+_ADDED = {"trace": "TEXT", "saves": "INTEGER", "sequences": "INTEGER"}
 """Columns of ``jobs`` without a version of their own: a release that does not know one works with
 it, so that going back stays possible (docs/adr/0022)."""
 
@@ -280,7 +289,7 @@ def ensure_tables(connection: sqlite3.Connection, path: Path) -> None:
         for name, kind in _ADDED.items():
             if name not in known:
                 connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {kind}")
-        for statement in (*_INDICES, *_RELEASED, *_RECORDINGS, *_SPEEDS):
+        for statement in (*_INDICES, *_RELEASED, *_RECORDINGS, *_SPEEDS, *_SAMPLING):
             connection.execute(statement)
     connection.execute("COMMIT")
     if found != VERSION:

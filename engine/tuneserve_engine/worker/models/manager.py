@@ -151,10 +151,7 @@ class ModelManager:
         They take the place of those of an earlier call that still wait for their turn. A model
         whose turn has not come works as before.
         """
-        for model_id in model_ids:
-            if model_id not in self._models:
-                self._services.spawn(self._release(model_id, None))
-        self._to_hand_over = [model_id for model_id in model_ids if model_id in self._models]
+        self._to_hand_over = list(model_ids)
         if self._to_hand_over and not self._is_handing_over:
             self._is_handing_over = True
             self._services.spawn(self._hand_over())
@@ -164,7 +161,9 @@ class ModelManager:
             while self._to_hand_over:
                 model_id = self._to_hand_over.pop(0)
                 model = self._models.get(model_id)
-                if model is not None and model.is_ready:
+                if model is None:
+                    await self._release(model_id, None)
+                elif model.is_ready:
                     await self._save_and_release(model_id, model)
         finally:
             self._is_handing_over = False

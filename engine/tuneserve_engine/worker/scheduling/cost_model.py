@@ -11,7 +11,7 @@ import msgspec
 from tuneserve_client.wire.proto.scan import read_sizes
 from tuneserve_engine.backend.base import PROMPT_TOKENS_PER_STEP
 from tuneserve_engine.core.errors import EngineError
-from tuneserve_engine.core.jobs import Job, JobKind
+from tuneserve_engine.core.jobs import Job, JobKind, snapshot_and_sequences
 from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 
 _REQUEST_TOKENS = 16
@@ -27,10 +27,7 @@ program."""
 
 def sequences_of(job: Job) -> int:
     """Return the number of sequences that a sample asks for; 0 if its payload is invalid."""
-    try:
-        return msgspec.msgpack.decode(job.payload, type=_SampleSize).num_samples
-    except msgspec.DecodeError:
-        return 0
+    return snapshot_and_sequences(job.payload)[1]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ from tuneserve_engine.worker.scheduling.sample_admission import SampleAdmission
 MAX_BYTES = 1 << 20
 """Payload bytes after which a batch takes no further job; a larger job still runs, alone."""
 
+_MODELS = 10_000
+"""The models with a gradient and no step since that are remembered."""
+
 _INTERRUPTION_SHARE = 0.25
 """The share of a long batch's time that tenants who are ahead, by at most one request, may use in
 between. Without it, a tenant of small steps would stand still while a long request that had to wait
@@ -59,6 +62,7 @@ class Scheduler:
         self._slice_s = slice_s
         self._estimates = TimeEstimator(costs or CostModel())
         self._samples = SampleAdmission(self._shares, self._estimates, batch_s)
+        self._with_gradient: dict[str, None] = {}  # models without a step since
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Override the weights given at construction with these, from the next batch on."""
@@ -160,11 +164,11 @@ class Scheduler:
         if min((self._shares.counter(tenant) for tenant in fitting), default=lowest) < lowest:
             return fitting
         if running.interrupted_s >= _INTERRUPTION_SHARE * running.seconds:
-            return {
-                tenant: jobs
+            steps = {
+                tenant: [job for job in jobs if self._is_short_step(job, lowest)]
                 for tenant, jobs in fitting.items()
-                if self._is_short_step(jobs[0], lowest)
             }
+            return {tenant: jobs for tenant, jobs in steps.items() if jobs}
         return {
             tenant: jobs
             for tenant, jobs in fitting.items()
@@ -231,15 +235,22 @@ class Scheduler:
 
         ``work`` is the work done for each sample, by request id.
         """
+        for job in batch:
+            if job.kind == JobKind.FORWARD_BACKWARD:
+                self._with_gradient[job.model_id or ""] = None
+            elif job.kind == JobKind.OPTIM_STEP:
+                self._with_gradient.pop(job.model_id or "", None)
+        while len(self._with_gradient) > _MODELS:
+            del self._with_gradient[next(iter(self._with_gradient))]
         self._shares.charge(batch, seconds, self._estimates.shares(batch, work))
         self._estimates.learn(batch, seconds, work)
 
     def _first_job(self, waiting: Mapping[str, Sequence[Job]], pending: Sequence[Job]) -> Job:
         """Return the next job of the tenant whose turn it is, or an optimizer step before it.
 
-        A short optimizer step of another tenant goes first, because a step takes next to no time
-        and ends a request of its tenant that has had its turn. One of the same tenant goes before a
-        gradient only if its model has a gradient waiting behind it: both can then share a batch.
+        The short step after a gradient goes first: it takes next to no time, and its gradient has
+        had its turn. One of the same tenant goes before a gradient only if its model has a gradient
+        waiting behind it: both can then share a batch.
 
         Of a tenant's samples and its other work, the kind that has had less device time goes first.
         """
@@ -265,9 +276,13 @@ class Scheduler:
         return min(steps, key=lambda job: self._shares.turn_key(job.tenant, job), default=first)
 
     def _is_short_step(self, job: Job, lowest: float) -> bool:
-        """Return whether the job is an optimizer step that takes at most ``batch_s``, of a tenant
-        that is at most one request ahead of the counter ``lowest``."""
-        if job.kind != JobKind.OPTIM_STEP or not can_share(job):
+        """Return whether the job may go first: the first optimizer step after a gradient of its
+        model, if it takes at most ``batch_s`` and its tenant is at most one request ahead of the
+        counter ``lowest``.
+        """
+        if job.kind != JobKind.OPTIM_STEP or job.model_id not in self._with_gradient:
+            return False
+        if not can_share(job):
             return False
         seconds = self._estimates.batch_s([job])
         if seconds is None or seconds > self._batch_s:
@@ -296,6 +311,8 @@ class Scheduler:
         others = [t for t, jobs in queues.items() if jobs and t not in counters]
         turns = sorted(((*self._shares.turn_key(t, queues[t][0]), t) for t in others), reverse=True)
         lowest_first = sorted(waiting, key=self._shares.counter)
+        lowest = self._shares.counter(lowest_first[0])
+        step_s = max(self._batch_s, self._shares.largest_s)  # steps may be so far ahead
         refusals = 0
         while len(batch) < most and refusals < MAX_JOBS:
             later = (
@@ -310,9 +327,9 @@ class Scheduler:
                 turns.pop()
             job = queues[tenant].popleft()
             limit_s = room_s if tenant in counters else shared_s
-            joined = self._counters_if_joined(
-                batch, job, (room_s, max(limit_s, seconds)), lowest_first
-            )
+            are_steps = all(self._is_short_step(each, lowest) for each in (first, job))
+            rooms = (step_s if are_steps else room_s, max(limit_s, seconds))
+            joined = self._counters_if_joined(batch, job, rooms, lowest_first)
             if joined is None:
                 queues[tenant].clear()
                 refusals += 1

@@ -19,7 +19,7 @@ from tuneserve_engine.core.jobs import (
     SampleCommand,
     encode,
 )
-from tuneserve_engine.core.policies import StorePolicy
+from tuneserve_engine.core.policies import StorePolicy, SweepPolicy
 from tuneserve_engine.core.records import (
     CheckpointKind,
     CheckpointRecord,
@@ -114,11 +114,12 @@ def create(key: str = "s:train:0", tenant: str = "alice") -> Job:
     return Job(tenant, kind, scope, int(number), payload, model_id=key, base_model="tiny")
 
 
-def sample(seq: int, file_id: str | None = None, **fields: Any) -> Job:
+def sample(seq: int, file_id: str | None = None, sequences: int = 1, **fields: Any) -> Job:
+    command = SampleCommand(prompt=[1, 2], seed=3, file_id=file_id, num_samples=sequences)
     defaults: dict[str, Any] = {
         "tenant": "alice",
         "scope": "s:sample:0",
-        "payload": encode(SampleCommand(prompt=[1, 2], seed=3, file_id=file_id)),
+        "payload": encode(command),
         "base_model": "tiny",
     }
     return Job(kind=JobKind.SAMPLE, seq=seq, **(defaults | fields))
@@ -182,6 +183,12 @@ class Bench:
         with contextlib.suppress(TimeoutError):
             return not await asyncio.wait_for(self.take(epoch, after), 0.1)
         return True
+
+    async def park(self, model_id: str = "s:train:0") -> None:
+        """Let the idle model's worker release it, after a time without requests."""
+        policy = SweepPolicy(session_ttl_s=1e9, park_s=1.0, result_ttl_s=1e9)
+        await self.store.sweep(self.clock.now_s + 2, policy)
+        await self.queue.unassign(self.epoch, model_id)
 
     async def finish(self, *outcomes: Outcome, epoch: int | None = None) -> None:
         await self.queue.finish(epoch or self.epoch, outcomes)

@@ -53,50 +53,82 @@ class PlacementContract(Contract):
         assert await bench.has_nothing(second)
 
     @scenario
-    async def test_the_first_16_samples_of_a_session_stay_together(self, bench: Bench) -> None:
-        """Their worker loads the snapshot once. Further ones go to the worker with the fewest."""
+    async def test_a_sample_goes_to_the_worker_with_the_fewest_sequences(
+        self, bench: Bench
+    ) -> None:
         epochs = [bench.epoch, await bench.join("second"), await bench.join("third")]
-        for seq in range(16):
+        for seq in range(9):
             await bench.store.submit(sample(seq))
-        (together,) = [epoch for epoch in epochs if not await bench.has_nothing(epoch)]
-        assert len(await bench.take(together)) == 16
-        for seq in range(16, 51):
-            await bench.store.submit(sample(seq))
-        taken = {epoch: await bench.take(epoch) for epoch in epochs}
-        assert [len(each) for each in taken.values()] == [17, 17, 17]
-        done = [Outcome(each.request_id, b"x") for each in taken[epochs[1]][:3]]
+        taken = [await bench.take(epoch) for epoch in epochs]
+        assert [len(each) for each in taken] == [3, 3, 3]
+        done = [Outcome(each.request_id, b"x") for each in taken[1]]
         await bench.finish(*done, epoch=epochs[1])
-        for seq in range(60, 63):
+        for seq in range(10, 13):
             await bench.store.submit(sample(seq))
-        assert [each.seq for each in await bench.take(epochs[1])][-3:] == [60, 61, 62]
-        for epoch in epochs:
-            done = [Outcome(each.request_id, b"x") for each in await bench.take(epoch)]
-            await bench.finish(*done, epoch=epoch)
-        await bench.store.submit(sample(70))
-        assert keys(await bench.take(together)) == [("s:sample:0", 70)]
+        assert [each.seq for each in await bench.take(epochs[1])] == [10, 11, 12]
+        for seq, sequences in ((20, 8), (21, 4), (22, 4), (23, 4)):
+            await bench.store.submit(sample(seq, sequences=sequences))
+        taken = [[each.seq for each in await bench.take(epoch)][3:] for epoch in epochs]
+        assert taken == [[20], [21, 23], [22]]
 
     @scenario
-    async def test_sessions_that_sample_are_spread_over_workers(self, bench: Bench) -> None:
+    async def test_the_first_16_sequences_of_a_snapshot_stay_together(self, bench: Bench) -> None:
+        """Their worker loads it once. Further ones go to the worker with the fewest."""
+        epochs = [bench.epoch, await bench.join("second"), await bench.join("third")]
+        await bench.store.submit(sample(100))
+        for seq in range(4):
+            await bench.store.submit(sample(seq, "snapshot", sequences=4))
+        assert [each.seq for each in await bench.take(epochs[1])] == [0, 1, 2, 3]
+        assert await bench.has_nothing(epochs[2])
+        for seq in range(4, 20):
+            await bench.store.submit(sample(seq, "snapshot"))
+        taken = {epoch: await bench.take(epoch) for epoch in epochs}
+        assert [len(each) for each in taken.values()] == [1 + 8, 4, 8]
+        for epoch, mine in taken.items():
+            await bench.finish(*(Outcome(each.request_id, b"x") for each in mine), epoch=epoch)
+        for seq in range(30, 33):
+            await bench.store.submit(sample(seq, "snapshot"))
+        assert [each.seq for each in await bench.take(epochs[0])] == [30, 31, 32]
+        await bench.queue.resign(epochs[0])
+        assert [each.seq for each in await bench.take(epochs[1])] == [30, 31, 32]
+
+    @scenario
+    async def test_cancelled_samples_no_longer_count_for_their_snapshot(self, bench: Bench) -> None:
+        second = await bench.join("second")
+        ids = [
+            (await bench.store.submit(sample(seq, "snapshot", sequences=15))).request_id
+            for seq in range(2)
+        ]
+        assert [len(await bench.take(epoch)) for epoch in (bench.epoch, second)] == [1, 1]
+        for request_id in ids:
+            await bench.store.cancel(request_id)
+        await bench.store.submit(sample(5, sequences=1))
+        for seq in range(6, 9):
+            await bench.store.submit(sample(seq, "snapshot", sequences=5))
+        assert [each.seq for each in await bench.take(second)] == [6, 7, 8]
+
+    @scenario
+    async def test_snapshots_are_spread_over_workers(self, bench: Bench) -> None:
         epochs = [bench.epoch, await bench.join("second"), await bench.join("third")]
         for number in range(60):
-            await bench.store.submit(sample(1, scope=f"{number}:sample:0"))
-            await bench.store.submit(sample(2, scope=f"{number}:sample:0"))
+            await bench.store.submit(sample(1, "snapshot", scope=f"{number}:sample:0"))
+            await bench.store.submit(sample(2, "snapshot", scope=f"{number}:sample:0"))
         placed = [[job.scope for job in await bench.take(epoch)] for epoch in epochs]
-        assert all(2 * 12 <= len(each) <= 2 * 28 for each in placed)
-        assert sum(len(set(each)) for each in placed) == 60
+        assert [len(each) for each in placed] == [40, 40, 40]
+        assert [len(set(each)) for each in placed] == [20, 20, 20]
 
     @scenario
     async def test_samples_go_to_the_worker_of_their_sessions_model(self, bench: Bench) -> None:
-        """As long as it has at most 16 samples more than the average."""
+        """As long as it has less than 16 sequences more than the average."""
         second = await bench.join("second")
         await bench.submit(1, model_id="t:train:0")
         await bench.submit(1, model_id="s:train:0")
         assert keys(await bench.take(second)) == [("s:train:0", 1)]
         for number in range(4):
-            await bench.store.submit(sample(1, scope=f"s:sample:{number}"))
+            await bench.store.submit(sample(1, "snapshot", scope=f"s:sample:{number}"))
         assert len(await bench.take(second)) == 1 + 4
         for number in range(4, 50):
-            await bench.store.submit(sample(1, scope=f"s:sample:{number}"))
+            await bench.store.submit(sample(1, "snapshot", scope=f"s:sample:{number}"))
         samples = [len(await bench.take(epoch)) - 1 for epoch in (second, bench.epoch)]
         assert samples == [41, 9]  # 32 more than the other, which is 16 more than the average
 
@@ -290,14 +322,13 @@ class PlacementContract(Contract):
             assert own in ([], [1, 2, 3, 4])
 
     @scenario
-    async def test_a_model_handed_over_without_jobs_is_placed_by_its_next(
-        self, bench: Bench
-    ) -> None:
+    async def test_a_model_handed_over_without_jobs_is_placed_at_once(self, bench: Bench) -> None:
         await bench.submit(1)
         await bench.submit(1, model_id="s:train:1")
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
-        await bench.queue.unassign(bench.epoch, "s:train:0")
         second = await bench.join("second")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
+        assert await bench.has_nothing(second)
         await bench.submit(2)
         assert keys(await bench.take(second)) == [("s:train:0", 2)]
 
@@ -345,6 +376,28 @@ class PlacementContract(Contract):
         assert (await bench.queue.renew(third)).leaving == []
 
     @scenario
+    async def test_idle_models_are_handed_over_once(self, bench: Bench) -> None:
+        """Also if the parts are no whole numbers: 20 models on three workers are 7, 7 and 6."""
+        second = await bench.join("second")
+        for number in range(20):
+            await bench.submit(1, model_id=f"s:train:{number}")
+        for epoch in (bench.epoch, second):
+            mine = [Outcome(each.request_id) for each in await bench.take(epoch)]
+            await bench.finish(*mine, epoch=epoch)
+        third = await bench.join("third")
+        moves = []
+        for _ in range(3):
+            leaving = {
+                epoch: (await bench.queue.renew(epoch)).leaving
+                for epoch in (bench.epoch, second, third)
+            }
+            moves.append(sum(map(len, leaving.values())))
+            for epoch, models in leaving.items():
+                for key in models:
+                    await bench.queue.unassign(epoch, key)
+        assert moves == [6, 0, 0]
+
+    @scenario
     async def test_models_are_placed_and_handed_over_by_speed(self, bench: Bench) -> None:
         """24 models go to speeds of 1 and 3 as 6 and 18. With one of 0.5 beside them: 5, 17, 2."""
         fast = await bench.join("fast", speed=3.0)
@@ -355,7 +408,7 @@ class PlacementContract(Contract):
         assert (await bench.queue.renew(fast)).leaving == []
         slow = await bench.join("slow", speed=0.5)
         leaving = {each: (await bench.queue.renew(each)).leaving for each in (bench.epoch, fast)}
-        assert [len(each) for each in leaving.values()] == [1, 2]
+        assert [len(each) for each in leaving.values()] == [1, 1]
         for epoch, names in leaving.items():
             for key in names:
                 await bench.queue.unassign(epoch, key)

@@ -197,10 +197,10 @@ class PointsContract(Contract):
     @scenario
     async def test_a_point_of_a_model_placed_elsewhere_is_ignored(self, bench: Bench) -> None:
         await train(bench, 1)
-        await bench.queue.unassign(bench.epoch, "s:train:0")
-        await bench.queue.save_point(bench.epoch, point(1))
+        await bench.submit(1, model_id="s:train:1")
         other = await bench.join("second")
-        await bench.submit(1, model_id="s:train:1")  # the first worker has one model again
+        await bench.queue.save_point(bench.epoch, point(1))
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.submit(2)
         assert [each.seq for each in await bench.take(other)] == [2]
         await bench.queue.save_point(bench.epoch, point(1, file_id="late"))
@@ -238,7 +238,7 @@ class PointsContract(Contract):
         await bench.store.put_record(session())
         await train(bench, 1, 2)
         await bench.queue.save_point(bench.epoch, point(1))
-        await bench.queue.unassign(bench.epoch, "s:train:0")
+        await bench.park()
         await bench.store.end_session("s", "success")
         assert await logged(bench) == []
         assert await points(bench) == []
@@ -338,7 +338,7 @@ class PointsContract(Contract):
         for position, want in ((1, set()), (2, set()), (3, {"point-1"}), (3, {"point-1"})):
             await bench.queue.save_point(bench.epoch, point(position))
             assert await bench.store.released_files() == want
-        await bench.queue.unassign(bench.epoch, "s:train:0")
+        await bench.park()
         await bench.store.end_session("s", "success")
         assert await bench.store.released_files() == {"point-1", "point-2", "point-3"}
 

@@ -42,14 +42,18 @@ def pending(*jobs: tuple[str, JobKind] | tuple[str, JobKind, int]) -> list[Job]:
     ]
 
 
-def scheduler(used: dict[str, float] | None = None, *, fast: bool = True) -> Scheduler:
+def scheduler(
+    used: dict[str, float] | None = None, *, fast: bool = True, graded: Sequence[str] = ()
+) -> Scheduler:
     """A scheduler whose tenants used the device for these seconds.
 
-    It knows every kind to be fast, so time limits no batch.
+    It knows every kind to be fast, so time limits no batch. The models ``graded`` had a gradient.
     """
     device = Scheduler(batch_s=10.0)
     for kind in JobKind:
         device.charge(pending(("z", kind, 1000)), 1e-6 if fast else 1.0)
+    for name in graded:
+        device.charge(pending((name, GRADIENT, 1000)), 1e-6)
     for tenant, seconds in (used or {}).items():
         device.charge(pending((tenant, SAVE)), seconds)
     return device
@@ -73,9 +77,11 @@ def test_a_run_of_gradients_of_one_model_shares_a_batch_up_to_the_step() -> None
 
 def test_a_gradient_waits_for_the_step_before_it() -> None:
     jobs = pending(("a", STEP), ("a", GRADIENT), ("b", GRADIENT))
-    assert batch(jobs, {"a": 1.0, "b": 0.5}) == [0]
-    assert batch(with_fields(jobs, 0, attempts=1), {"a": 1.0, "b": 0.5}) == [2]
-    device = scheduler({"b": 0.5})
+    assert scheduler({"b": 0.5, "a": 1.0}, graded="a").next_batch(jobs) == jobs[:1]
+    suspect = with_fields(jobs, 0, attempts=1)
+    assert scheduler({"b": 0.5, "a": 1.0}, graded="a").next_batch(suspect) == jobs[2:]
+    assert batch(jobs, {"a": 1.0, "b": 0.5}) == [2], "a step without a gradient before it"
+    device = scheduler({"b": 0.5}, graded="a")
     for _ in range(20):
         device.charge(pending(("a", SAVE)), 1.0)
     assert device.next_batch(jobs) == [jobs[2]], "ahead by more than one request or batch"
@@ -107,10 +113,12 @@ def test_the_tenant_that_used_the_least_decides_the_kind() -> None:
     assert batch(jobs, {"a": 2.0, "b": 3.0, "c": 1.0}) == [0, 2]
 
 
-def test_steps_run_before_a_gradient_but_take_no_tenant_further_ahead_than_it_would() -> None:
-    """The gradients behind the steps then share its batch."""
+def test_steps_run_before_a_gradient_up_to_one_request_ahead() -> None:
+    """The gradients behind the steps then share its batch. The largest request took 0.5 s."""
     device = Scheduler(batch_s=0.03)
-    for _ in range(5):
+    for name in ("a", "b"):
+        device.charge(pending((name, GRADIENT)), 1e-6)
+    for _ in range(9):
         device.charge(gradients(("z", 4, 64)), 0.5)
     device.charge(pending(("z", STEP)), 0.003)
     (first,) = gradients(("c", 4, 64))
@@ -121,8 +129,8 @@ def test_steps_run_before_a_gradient_but_take_no_tenant_further_ahead_than_it_wo
     jobs = [first, *steps, *behind]
     assert device.next_batch(jobs) == steps
     assert device.next_batch([first, *steps]) == steps, "also if no gradient waits behind them"
-    device.charge(gradients(("a", 4, 64)), 0.3)  # the first gradient would take 0.5 s
-    assert device.next_batch(jobs) == steps[1:]
+    device.charge(gradients(("a", 4, 64)), 0.3)
+    assert device.next_batch(jobs) == steps, "they share a batch, though one is ahead"
     assert device.next_batch([first, steps[0], behind[0]]) == steps[:1]
     device.charge(gradients(("a", 4, 64)), 0.4)
     assert device.next_batch([first, steps[0], behind[0]]) == [first]
@@ -164,9 +172,25 @@ def test_a_short_step_interrupts_a_long_request_that_was_interrupted_enough() ->
     assert device.interrupting_batch(enough, [step], sample) == [step], "near the sample now"
 
 
+def test_only_the_first_step_after_a_gradient_goes_before_others() -> None:
+    """Otherwise tenants that send nothing but steps would keep a gradient waiting."""
+    device = Scheduler(batch_s=0.03)
+    device.charge(pending(("z", GRADIENT, 64)), 30.0)  # a compilation
+    device.charge(pending(("b", SAVE)), 0.01)
+    (gradient,) = pending(("b", GRADIENT))
+    for name in "acd":
+        device.charge(pending((name, GRADIENT, 64)), 0.1)
+    device.charge(pending(("z", STEP)), 0.003)
+    steps = pending(("a", STEP), ("c", STEP), ("d", STEP))
+    assert device.next_batch([gradient, *steps]) == steps, "they share a batch"
+    device.charge(steps, 0.009)
+    again = pending(("a", STEP), ("c", STEP), ("d", STEP))
+    assert device.next_batch([gradient, *again]) == [gradient]
+
+
 def test_a_tenants_steps_do_not_keep_its_own_gradient_waiting_forever() -> None:
     """One model's steps arrive as fast as they run, and another's gradient was there before."""
-    device = scheduler()
+    device = scheduler(graded=["a2"])
     jobs = pending(("a1", GRADIENT), ("a2", STEP), ("a2", GRADIENT), ("a2", STEP), ("a2", GRADIENT))
     assert device.next_batch(jobs) == jobs[1:2]
     assert device.next_batch([jobs[0], *jobs[2:]]) == [jobs[0], jobs[2]]

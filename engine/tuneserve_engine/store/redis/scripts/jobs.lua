@@ -31,7 +31,7 @@ local function shrink(id)
   end
   call('ZADD', P .. 'expired', job[3], id)
   call('HDEL', at, 'model', 'position', 'created', 'finished', 'size', 'release', 'worker',
-    'attempts', 'category', 'ctype', 'digest', 'halvings', 'trace')
+    'attempts', 'category', 'ctype', 'digest', 'halvings', 'trace', 'sequences')
   if call('HEXISTS', at, 'counted') == 1 then -- otherwise its worker may still report usage
     call('HDEL', at, 'base')
   end
@@ -115,7 +115,10 @@ function jobs.enter(job, payload)
     end
     if job.kind == 'sample' then
       call('ZADD', P .. 'samples', NOW, job.id)
-      call('HINCRBY', P .. 'sampling', job.scope, 1)
+      if job.snapshot then
+        local sequences = number(call('HGET', at, 'sequences'))
+        call('HINCRBY', P .. 'sampling', job.scope, sequences)
+      end
     elseif job.kind == 'save_weights' then
       call('HSET', saving_key(job.tenant), job.id, job.saves and job.saves.size_bytes or 0)
     end
@@ -180,8 +183,11 @@ function jobs.finish(id, how)
   end
   if job[6] == 'sample' then
     call('ZREM', P .. 'samples', id)
-    if call('HINCRBY', P .. 'sampling', job[7], -1) <= 0 then
+    local sequences = call('HGET', at, 'sequences')
+    if sequences and call('HEXISTS', P .. 'sampling', job[7]) == 1
+        and call('HINCRBY', P .. 'sampling', job[7], 0 - number(sequences)) <= 0 then
       call('HDEL', P .. 'sampling', job[7])
+      call('HDEL', P .. 'sampling-at', job[7])
     end
   elseif job[6] == 'save_weights' then
     call('HDEL', saving_key(job[2]), id)

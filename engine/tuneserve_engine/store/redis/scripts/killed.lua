@@ -5,7 +5,9 @@ local name, policy = ARGV[2], cmsgpack.unpack(ARGV[3])
 
 local epoch = call('HGET', P .. 'names', name)
 if epoch and is_live(epoch) then
-  placing.place_waiting(leases.died(epoch, policy, true))
+  local orphans = {}
+  leases.died(epoch, orphans, policy, true)
+  placing.place_orphans(orphans)
   announce()
 end
 return { 'ended' }

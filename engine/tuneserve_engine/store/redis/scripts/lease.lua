@@ -21,14 +21,14 @@ if earlier and call('HGET', worker_key(earlier), 'owner') == owner then
   leases.see(earlier)
   return { tonumber(earlier), 1 }
 end
-local orphaned = earlier and leases.died(earlier, policy)
+local orphans = { [base] = {} }
+if earlier then
+  leases.died(earlier, orphans, policy)
+end
 local epoch = tostring(call('HINCRBY', META, 'epochs', 1))
 call('HSET', worker_key(epoch), 'name', name, 'owner', owner, 'base', base, 'speed', speed)
 call('HSET', P .. 'names', name, epoch)
 leases.see(epoch)
-placing.place_waiting(base)
-if orphaned and orphaned ~= base then
-  placing.place_waiting(orphaned)
-end
+placing.place_orphans(orphans)
 announce()
 return { tonumber(epoch), 0 }

@@ -31,11 +31,11 @@ local function fail_if_never_created(model, failed)
 end
 
 -- Ends the lease of a worker that died. Counts an attempt for each job that it ran, and ends those
--- with too many. Attempts that were killed from outside are also counted apart. Returns the base
--- model that the worker served. policy: ttl; attempts, the limit without kills; deaths, the limit
--- with kills; fatal, the error of the last attempt, in two parts around the number of deaths;
+-- with too many. Attempts that were killed from outside are also counted apart.
+-- orphans: as for end_lease. policy: ttl; attempts, the limit without kills; deaths, the limit with
+-- kills; fatal, the error of the last attempt, in two parts around the number of deaths;
 -- failed, the error of a model that was never created, in two parts around its name.
-function leases.died(epoch, policy, is_killed)
+function leases.died(epoch, orphans, policy, is_killed)
   local running = call('GET', P .. 'running:' .. epoch) or ''
   for id in string.gmatch(running, '%S+') do
     local job = call('HMGET', job_key(id), 'state', 'worker', 'model')
@@ -51,5 +51,5 @@ function leases.died(epoch, policy, is_killed)
       end
     end
   end
-  return placing.end_lease(epoch)
+  placing.end_lease(epoch, orphans)
 end

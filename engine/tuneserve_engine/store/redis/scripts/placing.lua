@@ -8,8 +8,11 @@ local function waiting_jobs_key(base) return P .. 'waiting-jobs:' .. base end
 local function samples_of(epoch) return number(call('HGET', worker_key(epoch), 'samples')) end
 
 -- How fast a worker trains, relative to others. Workers with 0 come first for samples, and get no
--- models.
-local function speed_of(epoch) return number(call('HGET', worker_key(epoch), 'speed') or '1') end
+-- models. Earlier releases wrote `only` for these.
+local function speed_of(epoch)
+  local worker = call('HMGET', worker_key(epoch), 'speed', 'only')
+  return number(worker[1] or (worker[2] == '1' and '0' or '1'))
+end
 
 -- Returns the live workers of a base model, the lowest epoch first.
 function placing.workers(base)
@@ -53,39 +56,37 @@ function placing.trainers(base)
   return found
 end
 
--- The unfinished samples of one sampling session that stay together. A worker that has so many more
--- samples than the average is passed over.
-local SAMPLES_TOGETHER = 16
+-- The unfinished sequences of one sampling session that stay together. A worker that has so many
+-- more sequences than the average is passed over.
+local SEQUENCES_TOGETHER = 16
 
--- Returns the worker of a base model for a sample of this sampling session. Its first samples go to
--- one worker, which then loads their snapshot once. It is the worker of the session's first model,
--- or else the first in a random order of this sampling session, of those that are not passed over.
--- Further samples go to the worker with the fewest.
+-- Returns the worker of a base model for a sample of this sampling session. The first sequences of a
+-- session with a snapshot go to one worker, which then loads the snapshot once: to the one that has
+-- it for unfinished samples of the session, or else the worker of the session's first model, unless
+-- it is passed over. All others go to the worker with the fewest sequences.
 local function worker_for_sample(base, scope)
   local samplers, trainers = sorted_out(base)
   local epochs = #samplers > 0 and samplers or trainers
-  if number(call('HGET', P .. 'sampling', scope)) > SAMPLES_TOGETHER then
-    return (least(epochs, samples_of))
+  local chosen = least(epochs, samples_of)
+  local together = call('HGET', P .. 'sampling', scope)
+  if not chosen or not together or number(together) > SEQUENCES_TOGETHER then
+    return chosen
   end
   local samples, sum = {}, 0
-  for i, epoch in ipairs(epochs) do
-    samples[i] = samples_of(epoch)
-    sum = sum + samples[i]
+  for _, epoch in ipairs(epochs) do
+    samples[epoch] = samples_of(epoch)
+    sum = sum + samples[epoch]
   end
   local session = string.match(scope, '^(.*):sample:')
   local home = session and call('HGET', lane_key(session .. ':train:0'), 'worker')
-  local best, highest
-  for i, epoch in ipairs(epochs) do
-    if samples[i] < sum / #epochs + SAMPLES_TOGETHER then
-      local order = redis.sha1hex(epoch .. ':' .. scope)
-      if epoch == home then
-        return epoch
-      elseif not best or order > highest then
-        best, highest = epoch, order
-      end
+  for _, epoch in ipairs({ call('HGET', P .. 'sampling-at', scope) or '', home or '' }) do
+    if samples[epoch] and samples[epoch] < SEQUENCES_TOGETHER + sum / #epochs then
+      chosen = epoch
+      break
     end
   end
-  return best
+  call('HSET', P .. 'sampling-at', scope, chosen)
+  return chosen
 end
 
 -- Updates the sets that a lane belongs to after a change of its worker or its jobs.
@@ -115,6 +116,12 @@ local function place_lane(model, trainers)
   end
 end
 
+-- Places a model without jobs.
+function placing.place_idle(model)
+  place_lane(model, placing.trainers(call('HGET', lane_key(model), 'base') or ''))
+  settle_lane(model)
+end
+
 -- Gives a job the next place in the order of execution, and a worker if there is one.
 function placing.place(id)
   local job = call('HMGET', job_key(id), 'model', 'base', 'scope')
@@ -129,7 +136,7 @@ function placing.place(id)
   else
     epoch = worker_for_sample(base, job[3])
     if epoch then
-      call('HINCRBY', worker_key(epoch), 'samples', 1)
+      call('HINCRBY', worker_key(epoch), 'samples', call('HGET', job_key(id), 'sequences') or 1)
     else
       call('ZADD', waiting_jobs_key(base), release, id)
     end
@@ -153,7 +160,8 @@ function placing.withdraw(id)
   elseif epoch == '' then
     call('ZREM', waiting_jobs_key(base), id)
   elseif is_live(epoch) then
-    call('HINCRBY', worker_key(epoch), 'samples', -1)
+    local sequences = call('HGET', job_key(id), 'sequences') or 1
+    call('HINCRBY', worker_key(epoch), 'samples', 0 - number(sequences))
   end
 end
 
@@ -180,9 +188,9 @@ function placing.release(model)
   settle_lane(model)
 end
 
--- Ends a lease and returns the base model of its worker. Other workers get its idle models, if there
--- are any. Its other models, and its jobs, have no worker until they are placed again.
-function placing.end_lease(epoch)
+-- Ends a lease. Its models and jobs have no worker until they are placed again. Adds its idle models
+-- to `orphans`, by base model.
+function placing.end_lease(epoch, orphans)
   local worker = call('HMGET', worker_key(epoch), 'name', 'base')
   if call('HGET', P .. 'names', worker[1]) == epoch then
     call('HDEL', P .. 'names', worker[1])
@@ -195,19 +203,37 @@ function placing.end_lease(epoch)
       call('ZADD', waiting_jobs_key(job[2]), job[3], id)
     end
   end
-  local models, trainers = call('SMEMBERS', lanes_key(epoch)), placing.trainers(worker[2])
-  table.sort(models)
-  for _, model in ipairs(models) do
-    take_lane(model)
-    if number(call('HGET', lane_key(model), 'jobs')) == 0 then
-      place_lane(model, trainers)
+  local idle = orphans[worker[2]] or {}
+  orphans[worker[2]] = idle
+  for _, model in ipairs(call('SMEMBERS', lanes_key(epoch))) do
+    local lane = call('HMGET', lane_key(model), 'park', 'jobs')
+    if not lane[1] and number(lane[2]) == 0 then
+      idle[#idle + 1] = model
     end
+    take_lane(model)
     settle_lane(model)
   end
   call('DEL', worker_key(epoch), queue_key(epoch), lanes_key(epoch), cancelled_key(epoch),
     P .. 'running:' .. epoch)
   news.placed = true
-  return worker[2]
+end
+
+-- Places the idle models of ended leases, and all jobs that wait, with the workers that are there.
+function placing.place_orphans(orphans)
+  local bases = {}
+  for base in pairs(orphans) do
+    bases[#bases + 1] = base
+  end
+  table.sort(bases)
+  for _, base in ipairs(bases) do
+    local idle, trainers = orphans[base], placing.trainers(base)
+    table.sort(idle)
+    for _, model in ipairs(idle) do
+      place_lane(model, trainers)
+      settle_lane(model)
+    end
+    placing.place_waiting(base)
+  end
 end
 
 -- Places the jobs that wait for a worker of this base model, in their old order, if there is one.

@@ -14,15 +14,13 @@ leases.see(epoch)
 if figures ~= '' then
   call('HSET', worker_key(epoch), 'figures', figures)
 end
-local orphaned = {}
+local orphans = {}
 for _, other in ipairs(call('ZRANGE', P .. 'workers', 0, -1)) do
   if number(call('ZSCORE', P .. 'workers', other)) < tonumber(NOW) - policy.ttl then
-    orphaned[leases.died(other, policy)] = true
+    leases.died(other, orphans, policy)
   end
 end
-for base in pairs(orphaned) do
-  placing.place_waiting(base)
-end
+placing.place_orphans(orphans)
 
 local models, order, parked = call('SMEMBERS', lanes_key(epoch)), {}, 0
 for _, model in ipairs(models) do
@@ -37,21 +35,30 @@ table.sort(models, function(a, b)
   end
   return a < b
 end)
--- A worker that has room for more, with as many models for its speed, gets as many as would even the
--- two out, or as this one has above its part of all, whichever is fewer: all workers hand over at
--- once. Idle models go first.
-local trainers = placing.trainers(call('HGET', worker_key(epoch), 'base'))
-local own, mine, speeds, sum, evened = #models, nil, 0, 0, 0
+-- A worker gives up what it has above its part of all models, which is in proportion to its speed,
+-- idle models first. The parts add up to all models. A model that is no whole part goes to the
+-- worker with the most above its own, so that it need not move.
+local trainers, speeds, sum = placing.trainers(call('HGET', worker_key(epoch), 'base')), 0, 0
 for _, its in ipairs(trainers) do
-  mine = its[1] == epoch and its[2] or mine
   speeds, sum = speeds + its[2], sum + its[3]
 end
-if mine then
-  for _, its in ipairs(trainers) do
-    evened = math.max(evened, math.floor((own * its[2] - its[3] * mine) / (mine + its[2])))
+local above, order_of, whole = {}, {}, 0
+for i, its in ipairs(trainers) do
+  above[i] = its[3] - math.floor(sum * its[2] / speeds)
+  order_of[i], whole = i, whole + above[i]
+end
+table.sort(order_of, function(a, b)
+  if above[a] ~= above[b] then
+    return above[a] > above[b]
+  end
+  return a < b
+end)
+local surplus = 0
+for rank, i in ipairs(order_of) do
+  if trainers[i][1] == epoch then
+    surplus = above[i] - (rank <= whole and 1 or 0)
   end
 end
-local surplus = mine and math.min(evened, own - math.floor(sum * mine / speeds)) or 0
 local given_up = {}
 for i = 1, math.max(parked, surplus) do
   given_up[i] = models[i]

@@ -4,6 +4,8 @@
 if not is_live(ARGV[2]) then
   return { 'fenced' }
 end
-placing.place_waiting(placing.end_lease(ARGV[2]))
+local orphans = {}
+placing.end_lease(ARGV[2], orphans)
+placing.place_orphans(orphans)
 announce()
 return { 'resigned' }
