@@ -337,6 +337,7 @@ class VirtualService:
             decoder=Inline,
             host=Inline,
             disk=Inline,
+            reader=Inline,
             speed=kind.train_tokens_s,
         )
         executor = SimulatedExecutor(kind, self._files, clock)
