@@ -337,7 +337,6 @@ class VirtualService:
             decoder=Inline,
             host=Inline,
             disk=Inline,
-            reader=Inline,
             speed=kind.train_tokens_s,
         )
         executor = SimulatedExecutor(kind, self._files, clock)

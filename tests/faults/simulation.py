@@ -179,7 +179,6 @@ class World:
             device=Inline,
             host=lambda: Later(self.draw),
             disk=Inline,
-            reader=Inline,
         )
         while True:
             worker = Worker(

@@ -79,7 +79,6 @@ class DeviceLoop:
     def sequences(self) -> int:
         """The number of sequences that samples, waiting or running, have still to end."""
         waiting = [each for each in self._pending.in_order() if each.kind == JobKind.SAMPLE]
-        waiting += [each for held in self._pending.held.values() for each in held]
         begun = [each for each in self._on_device if each.request_id not in self._sampling]
         running = sum(each.sequences for each in self._sampling.values())
         return running + sum(map(sequences_of, [*waiting, *begun]))

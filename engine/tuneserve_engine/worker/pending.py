@@ -19,8 +19,6 @@ class PendingJobs:
         self._pending: dict[str, Job] = {}
         self.replays: dict[str, asyncio.Future[Outcome]] = {}
         """The future outcomes of logged jobs that are replayed, by request id."""
-        self.held: dict[str, list[Job]] = {}
-        """Samples that are not pending yet, because their snapshot is being read, by its file."""
         self._samples = 0
         self.is_empty = True
         """Whether no job waits. Any thread may read it."""
@@ -72,24 +70,9 @@ class PendingJobs:
             self._samples -= job.kind == JobKind.SAMPLE
         self.is_empty = not self._pending
 
-    def hold(self, file_id: str, sample: Job) -> None:
-        """Keep the sample until its snapshot is released."""
-        self.held.setdefault(file_id, []).append(sample)
-
-    def release(self, file_id: str) -> None:
-        """Add the samples that were held for this snapshot."""
-        self.add_jobs(self.held.pop(file_id, []))
-
     def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Remove the jobs of these requests, if they wait."""
-        dropped = set(request_ids)
-        self.remove_jobs([self._pending[name] for name in dropped if name in self._pending])
-        for file_id, held in list(self.held.items()):
-            kept = [job for job in held if job.request_id not in dropped]
-            if kept:
-                self.held[file_id] = kept
-            else:
-                del self.held[file_id]
+        self.remove_jobs([self._pending[name] for name in request_ids if name in self._pending])
 
     def finish_replay(self, job: Job, outcome: Outcome) -> None:
         future = self.replays.pop(job.request_id)
