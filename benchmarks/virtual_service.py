@@ -346,9 +346,10 @@ class VirtualService:
     async def _kill_some(self) -> None:
         while True:
             await asyncio.sleep(self._draw.expovariate(1 / self.deaths_s))
-            name = self._draw.choice(
-                [each for each in self._workers if not self.devices[each].is_dead]
-            )
+            living = [each for each in self._workers if not self.devices[each].is_dead]
+            if not living:
+                continue
+            name = self._draw.choice(living)
             self.devices[name].is_dead = True
             self._workers[name].cancel()
             ((models,),) = await self.store.read(

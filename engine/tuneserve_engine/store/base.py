@@ -159,7 +159,7 @@ class Queue(Protocol):
 
     A worker is a process with a lease: a name, a base model and an epoch that only grows. The jobs
     of a model go to the one worker that the model is placed with. A model is placed on its first
-    job, or as soon as its worker is gone, with the worker of its base model that then has the
+    job, or when its worker is gone, with the worker of its base model that then has the
     fewest models for its speed. A sample goes to the worker with the fewest sequences, but the
     first 16 sequences of a snapshot's session go to one worker, if it may that of the session's
     first model. Workers that only sample come first for samples, and get no models. If no worker

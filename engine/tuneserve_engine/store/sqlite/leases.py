@@ -236,8 +236,9 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     """Return the models that the worker should release, idle ones first.
 
     These are the models to be parked, and at least as many as the worker has above its part of all
-    models, which is in proportion to its speed. The parts add up to all models. A model that is no
-    whole part goes to the worker with the most above its own, so that it need not move.
+    models, which is in proportion to its speed, as long as another worker would get them. The parts
+    add up to all models. A model that is no whole part goes to the worker with the most above its
+    own, so that it need not move.
     """
     models = tx.execute(
         "SELECT model_id, park FROM lanes WHERE worker = ? ORDER BY park DESC, jobs > 0, model_id",
@@ -245,19 +246,28 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     ).fetchall()
     (base_model,) = tx.execute("SELECT base_model FROM workers WHERE epoch = ?", epoch).fetchone()
     trainers = placement.trainers(tx, base_model)
-    above = _above_part([(speed, count) for _, speed, count in trainers])
-    surplus = next((n for n, (each, *_) in zip(above, trainers, strict=True) if each == epoch), 0)
+    surplus = _surplus(trainers, epoch)
     parked = sum(park for _, park in models)
     return [model_id for model_id, _ in models[: max(parked, surplus)]]
 
 
-def _above_part(trainers: Sequence[tuple[float, int]]) -> list[int]:
-    """Return how many models each worker has above its part, from their speeds and models."""
-    speeds, total = sum(speed for speed, _ in trainers), sum(count for _, count in trainers)
-    above = [count - floor(total * speed / speeds) for speed, count in trainers]
+def _surplus(trainers: Sequence[tuple[int, float, int]], epoch: int) -> int:
+    """Return how many models the worker should give up, from (epoch, speed, models) of all."""
+    speeds, total = sum(speed for _, speed, _ in trainers), sum(count for *_, count in trainers)
+    above = [count - floor(total * speed / speeds) for _, speed, count in trainers]
     for place in sorted(range(len(above)), key=lambda at: (-above[at], at))[: max(sum(above), 0)]:
         above[place] -= 1
-    return above
+    own = next((at for at, each in enumerate(trainers) if each[0] == epoch), None)
+    if own is None:
+        return 0
+    _, speed, count = trainers[own]
+    others = [[each[1], each[2]] for at, each in enumerate(trainers) if at != own]
+    for given in range(above[own]):
+        best = min(others, key=lambda other: (1 + other[1]) / other[0], default=None)
+        if best is None or (1 + best[1]) / best[0] >= (count - given) / speed:
+            return given  # ``place_models`` would choose this worker again
+        best[1] += 1
+    return max(above[own], 0)
 
 
 def unassign(tx: Transaction, epoch: int, model_id: str) -> None:

@@ -144,6 +144,15 @@ _SAMPLING = (
     "worker INTEGER) WITHOUT ROWID",
 )
 
+# A release that does not know the counts of sequences does not keep them.
+_RECOUNT = (
+    "UPDATE sampling SET sequences = (SELECT IFNULL(SUM(sequences), 0) FROM jobs "
+    f"WHERE jobs.scope = sampling.scope AND kind = 'sample' AND {UNFINISHED})",
+    "DELETE FROM sampling WHERE sequences <= 0",
+    "UPDATE workers SET samples = (SELECT IFNULL(SUM(IFNULL(sequences, 1)), 0) FROM jobs "
+    "WHERE worker = epoch AND state = 'ready' AND kind = 'sample')",
+)
+
 # Rows of ended jobs stay for a while as tombstones, so that a key is not executed twice. Payloads
 # have a table of their own: a job's row changes several times, and would be written with its
 # payload each time. A body is written once, in the last column: reading the columns before it never
@@ -289,7 +298,7 @@ def ensure_tables(connection: sqlite3.Connection, path: Path) -> None:
         for name, kind in _ADDED.items():
             if name not in known:
                 connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {kind}")
-        for statement in (*_INDICES, *_RELEASED, *_RECORDINGS, *_SPEEDS, *_SAMPLING):
+        for statement in (*_INDICES, *_RELEASED, *_RECORDINGS, *_SPEEDS, *_SAMPLING, *_RECOUNT):
             connection.execute(statement)
     connection.execute("COMMIT")
     if found != VERSION:

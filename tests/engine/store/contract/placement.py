@@ -398,6 +398,27 @@ class PlacementContract(Contract):
         assert moves == [6, 0, 0]
 
     @scenario
+    async def test_no_model_is_handed_over_to_the_worker_that_gives_it_up(
+        self, bench: Bench
+    ) -> None:
+        """By its part, a worker of speed 4 should have 17 of 31 models. It then gets the 18th."""
+        fast = await bench.join("fast", speed=4.0)
+        slow = [await bench.join(name) for name in ("two", "three")]
+        for number in range(31):
+            await bench.submit(1, model_id=f"s:train:{number}")
+        epochs = (bench.epoch, fast, *slow)
+        for epoch in epochs:
+            mine = [Outcome(each.request_id) for each in await bench.take(epoch)]
+            await bench.finish(*mine, epoch=epoch)
+        moves = 0
+        for _ in range(3):
+            for epoch in epochs:
+                for key in (await bench.queue.renew(epoch)).leaving:
+                    await bench.queue.unassign(epoch, key)
+                    moves += 1
+        assert moves == 0
+
+    @scenario
     async def test_models_are_placed_and_handed_over_by_speed(self, bench: Bench) -> None:
         """24 models go to speeds of 1 and 3 as 6 and 18. With one of 0.5 beside them: 5, 17, 2."""
         fast = await bench.join("fast", speed=3.0)

@@ -8,11 +8,8 @@ local function waiting_jobs_key(base) return P .. 'waiting-jobs:' .. base end
 local function samples_of(epoch) return number(call('HGET', worker_key(epoch), 'samples')) end
 
 -- How fast a worker trains, relative to others. Workers with 0 come first for samples, and get no
--- models. Earlier releases wrote `only` for these.
-local function speed_of(epoch)
-  local worker = call('HMGET', worker_key(epoch), 'speed', 'only')
-  return number(worker[1] or (worker[2] == '1' and '0' or '1'))
-end
+-- models.
+local function speed_of(epoch) return number(call('HGET', worker_key(epoch), 'speed') or '1') end
 
 -- Returns the live workers of a base model, the lowest epoch first.
 function placing.workers(base)

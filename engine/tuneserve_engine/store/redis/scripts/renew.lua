@@ -36,8 +36,9 @@ table.sort(models, function(a, b)
   return a < b
 end)
 -- A worker gives up what it has above its part of all models, which is in proportion to its speed,
--- idle models first. The parts add up to all models. A model that is no whole part goes to the
--- worker with the most above its own, so that it need not move.
+-- idle models first, as long as another worker would get them. The parts add up to all models. A
+-- model that is no whole part goes to the worker with the most above its own, so that it need not
+-- move.
 local trainers, speeds, sum = placing.trainers(call('HGET', worker_key(epoch), 'base')), 0, 0
 for _, its in ipairs(trainers) do
   speeds, sum = speeds + its[2], sum + its[3]
@@ -53,11 +54,25 @@ table.sort(order_of, function(a, b)
   end
   return a < b
 end)
-local surplus = 0
+local surplus, own = 0, nil
 for rank, i in ipairs(order_of) do
   if trainers[i][1] == epoch then
-    surplus = above[i] - (rank <= whole and 1 or 0)
+    surplus, own = above[i] - (rank <= whole and 1 or 0), i
   end
+end
+for given = 0, surplus - 1 do
+  local best, least
+  for i, its in ipairs(trainers) do
+    local at = (1 + its[3]) / its[2]
+    if i ~= own and (not best or at < least) then
+      best, least = its, at
+    end
+  end
+  if not best or least >= (trainers[own][3] - given) / trainers[own][2] then
+    surplus = given -- this worker would be chosen again
+    break
+  end
+  best[3] = best[3] + 1
 end
 local given_up = {}
 for i = 1, math.max(parked, surplus) do
