@@ -504,8 +504,8 @@ BUGS = (
     Bug(
         "jobs that stay with a worker that serves another base model now",
         f"{SQLITE}/leases.py",
-        "            orphaned.add(self._end(tx, row[0], died=True))",
-        "            self._end(tx, row[0], died=True)",
+        "            self._end(tx, row[0], orphans, died=True)",
+        "            self._end(tx, row[0], _Orphans(), died=True)",
         on_memory("serves_another_base_model_now"),
     ),
     Bug(
