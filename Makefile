@@ -99,6 +99,7 @@ bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/result
 	$(BIN)/python benchmarks/first_minute.py $(ARGS)
 	$(BIN)/python benchmarks/queue_alone.py $(ARGS)
 	$(BIN)/python benchmarks/samplers.py $(ARGS)
+	$(BIN)/python benchmarks/scale.py --plots docs/images/scale.svg $(ARGS)
 	$(BIN)/python benchmarks/trace.py $(ARGS)
 	$(BIN)/python benchmarks/techniques.py $(ARGS)
 

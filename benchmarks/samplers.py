@@ -25,11 +25,11 @@ import tinker
 from results import machine, publish, table
 from tinker import types
 
-from tuneserve_engine.store.sqlite.placement import SAMPLES_TOGETHER
+from tuneserve_engine.store.sqlite.placement import SEQUENCES_TOGETHER
 from tuneserve_server.cli.local_server import LocalServer
 
 SAMPLERS, SAVES, LOADS = 4, 100, 8
-SAMPLES = SAMPLES_TOGETHER + 2 * (SAMPLERS - 1)
+SAMPLES = SEQUENCES_TOGETHER + 2 * (SAMPLERS - 1)
 TOKENS = 8
 FAST = {"chunk_tokens": "64", "lease_ttl_s": "6"}
 PROMPT = types.ModelInput.from_ints(list(range(5, 37)))

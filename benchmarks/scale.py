@@ -341,6 +341,7 @@ def main() -> None:
             "failed": seen.failed,
             "moves": service.moves,
             "deaths": len(service.deaths),
+            "lost": _lost(service),
             "recoveries_s": np.quantile(service.recoveries or [0.0], (0.5, 0.99, 1)).tolist(),
         }
     publish(figures, tables, dry_run=asked.dry_run)

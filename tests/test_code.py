@@ -45,6 +45,35 @@ def test_a_verb_without_a_noun_is_a_public_function_in_at_most_one_file(verb: st
     assert len([path for path, tree in TREES.items() if verb in functions_of(tree.body)]) <= 1
 
 
+def top_names(module: str) -> set[str]:
+    """Return the names that a module of the product defines or imports, and its submodules."""
+    path = next((p for p in PACKAGES if p.endswith(module.split(".")[0])), "")
+    stem = "/".join([path.split("/")[0], *module.split(".")])
+    tree = TREES.get(f"{stem}.py") or TREES[f"{stem}/__init__.py"]
+    found = {each.removeprefix(f"{stem}/").split("/")[0].removesuffix(".py") for each in TREES}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {each.asname or each.name for each in node.names}
+    return found
+
+
+def test_every_name_that_a_benchmark_or_script_imports_exists() -> None:
+    """No other test imports most of them."""
+    checked, missing = 0, []
+    for path in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("scripts/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tuneserve_"):
+                names = {each.name for each in node.names} - top_names(node.module or "")
+                missing += [f"{path.name}: {node.module}.{name}" for name in sorted(names)]
+                checked += 1
+    assert checked > 100
+    assert missing == []
+
+
 def mirrored_test(module: str) -> str:
     """Return the name of the module's own test file: ``__main__`` is tested in ``test_main``."""
     half, _, *folders, name = module.split("/")

@@ -219,8 +219,8 @@ def _shapes_to_train(
 ) -> Iterator[EngineShape]:
     """Yield shapes of a worker that trains on such a device, for one that only samples.
 
-    Programs, bits and the ranks of adapters are then those of that worker. None if it would not
-    fit.
+    Programs, bits and the ranks of adapters are then those of that worker. There are none if it
+    would not fit.
     """
     try:
         found = _plan(config, device, replace(request, sample_only=False), devices)
