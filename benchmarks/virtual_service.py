@@ -62,6 +62,8 @@ class DeviceKind:
     pass_s: float = 0.004  # of each pass, beside its tokens
     step_s: float = 0.003  # of an optimizer step
     load_s: float = 0.05  # of an adapter that is restored
+    read_s: float = 0.045  # of a snapshot's file, beside the device
+    snapshot_s: float = 0.005  # of a snapshot that has been read
 
 
 class VirtualDevice(Executor):
@@ -121,6 +123,26 @@ class VirtualDevice(Executor):
             self._switch(None if error else task.result(), error)
 
 
+class VirtualReader(Executor):
+    """A thread that runs one call at a time; each ends ``seconds`` after it began."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._free_s = 0.0
+
+    def submit(self, call: Any, /, *given: Any, **named: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        loop = asyncio.get_running_loop()
+        self._free_s = max(self._free_s, loop.time()) + self._seconds
+        loop.call_at(self._free_s, self._run, future, partial(call, *given, **named))
+        return future
+
+    @staticmethod
+    def _run(future: "Future[Any]", call: Callable[[], Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_result(call())
+
+
 def leave(asked: Any) -> Any:
     """Leave the device's stack: for so many seconds, or until a coroutine has its result."""
     parent = greenlet.getcurrent().parent
@@ -159,7 +181,7 @@ class TimedBackend(FakeBackend):
         return self._states[adapter_id]
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
-        leave(self._kind.load_s)
+        leave(self._kind.snapshot_s)
         self._snapshots[snapshot_id] = state
 
     def forward_backward(
@@ -225,11 +247,14 @@ class SimulatedExecutor(JobExecutor):
     def __init__(self, kind: DeviceKind, files: MemoryFiles, clock: Callable[[], float]) -> None:
         super().__init__(TimedBackend(kind), files, clock=clock)
         self._memory = files
+        self._read_s = kind.read_s
 
     def write_state(self, file_id: str, state: AdapterState) -> None:
         self._memory.states[file_id] = state
 
     def read_state(self, file_id: str, name: str = "") -> AdapterState:
+        if greenlet.getcurrent().parent is not None:  # the device waits for it
+            leave(self._read_s)
         return self._memory.states[file_id]
 
 
@@ -337,6 +362,7 @@ class VirtualService:
             decoder=Inline,
             host=Inline,
             disk=Inline,
+            reader=lambda: VirtualReader(kind.read_s),
             speed=kind.train_tokens_s,
         )
         executor = SimulatedExecutor(kind, self._files, clock)

@@ -179,6 +179,7 @@ class World:
             device=Inline,
             host=lambda: Later(self.draw),
             disk=Inline,
+            reader=Inline,
         )
         while True:
             worker = Worker(

@@ -55,6 +55,9 @@ class PendingJobs:
         """Whether a sample waits. Any thread may read it."""
         return self._samples > 0
 
+    def has_job(self, job: Job) -> bool:
+        return job.request_id in self._pending
+
     def in_order(self) -> list[Job]:
         return sorted(self._pending.values(), key=lambda job: job.release)
 

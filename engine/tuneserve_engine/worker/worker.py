@@ -27,6 +27,7 @@ from tuneserve_engine.worker.accounting.usage_ledger import UsageLedger
 from tuneserve_engine.worker.batch_log import BatchLog, BatchTimes
 from tuneserve_engine.worker.device_loop import DeviceLoop
 from tuneserve_engine.worker.execution.executor import JobExecutor
+from tuneserve_engine.worker.execution.read_ahead import SnapshotReader
 from tuneserve_engine.worker.lease import StoreSession
 from tuneserve_engine.worker.models.manager import ModelManager
 from tuneserve_engine.worker.models.recovery_points import PointPolicy
@@ -59,8 +60,9 @@ def _nothing() -> None:
 class WorkerPolicy:
     """The policy of a worker: its intervals, executors and hooks.
 
-    ``device``, ``decoder``, ``host`` and ``disk`` make executors that run one call at a time each,
-    so that encoding one client's result does not wait for decoding another client's long request.
+    ``device``, ``decoder``, ``host``, ``disk`` and ``reader`` make executors that run one call at a
+    time each, so that encoding one client's result does not wait for decoding another client's long
+    request, nor reading a snapshot for writing a recovery point.
     ``renewed`` is called after every renewal of the lease; each renewal reports ``metrics`` to the
     store. ``peak_flops`` is the device's peak in FLOP/s, 0 if unknown. ``observers`` hear of every
     job's events. A worker of ``speed`` 0 takes no models, others in proportion to their speeds.
@@ -73,6 +75,7 @@ class WorkerPolicy:
     decoder: Callable[[], Executor] = _one_thread
     host: Callable[[], Executor] = _one_thread
     disk: Callable[[], Executor] = _one_thread
+    reader: Callable[[], Executor] = _one_thread
     renewed: Callable[[], None] = _nothing
     metrics: Callable[[], Mapping[str, float]] = dict
     peak_flops: float = 0.0
@@ -110,6 +113,7 @@ class Worker:
         self._decoder = policy.decoder()
         self._host = policy.host()
         self._disk = policy.disk()
+        self._reader = policy.reader()
         self._scheduler = scheduler or Scheduler()
         self._tasks = asyncio.TaskGroup()
         """The tasks beside everything else; an exception that one raises ends the worker."""
@@ -134,6 +138,9 @@ class Worker:
             executor, self._scheduler, services, device=self._device, decoder=self._decoder
         )
         self._models = ModelManager(executor, policy.points, services)
+        self._snapshots = SnapshotReader(
+            executor.snapshots, self.pending, self._tasks.create_task, self._on_reader
+        )
         self._on_renewed = policy.renewed
         self._backend_metrics = policy.metrics
         self._peak_flops = policy.peak_flops
@@ -162,6 +169,7 @@ class Worker:
         A batch that is still running ``STOP_S`` after ``stop`` is abandoned. Raises ``Fenced`` or
         ``LeaseLost`` if another worker has taken over.
         """
+        self._snapshots.start()
         try:
             async with self._tasks as tasks:
                 device_loop = tasks.create_task(self._device_loop.run_batches())
@@ -181,6 +189,7 @@ class Worker:
             self._decoder.shutdown(wait=False, cancel_futures=True)
             self._host.shutdown(wait=False, cancel_futures=True)
             self._disk.shutdown(wait=False, cancel_futures=True)
+            self._reader.shutdown(wait=False, cancel_futures=True)
 
     async def _stop_after(self, device_loop: "asyncio.Task[None]") -> None:
         await self._stopping.wait()
@@ -212,7 +221,7 @@ class Worker:
             "device_seconds_total": self._device_loop.device_s,
             "device_seconds_overhead_total": self._ledger.overhead_s,
             "host_seconds_total": self._device_loop.host_s,
-            "sequences_unfinished": self._device_loop.sequences,
+            "sequences_unfinished": self._device_loop.sequences + self._snapshots.sequences,
             "model_flops_total": self._ledger.flops,
             "points_unreadable_total": self._models.points_unreadable,
             "device_peak_flops": self._peak_flops,
@@ -231,6 +240,7 @@ class Worker:
         end, but nothing waits for their outcomes: the store takes only the cost from them.
         """
         self.pending.drop_requests(request_ids)
+        self._snapshots.drop_requests(request_ids)
         self._device_loop.cancel(request_ids)
         self._drop(request_ids)
 
@@ -262,7 +272,7 @@ class Worker:
             for job in jobs:
                 self._cursor = job.release
                 if job.model_id is None:
-                    self.pending.add_jobs([job])
+                    self._snapshots.route(job)
                 else:
                     self._models.route(job)
             self._device_loop.prefetch()
@@ -353,6 +363,9 @@ class Worker:
 
     async def _on_disk(self, call: Callable[[], T]) -> T:
         return await self._start(self._disk, call)
+
+    async def _on_reader(self, call: Callable[[], T]) -> T:
+        return await self._start(self._reader, call)
 
     @staticmethod
     def _start(executor: Executor, call: Callable[[], T]) -> "asyncio.Future[T]":

@@ -48,6 +48,7 @@ from tuneserve_engine.worker.execution.outcomes import (
 )
 from tuneserve_engine.worker.execution.packing import PackingRequest
 from tuneserve_engine.worker.execution.preparation import Preparation, pending_preparation
+from tuneserve_engine.worker.execution.read_ahead import ReadSnapshots
 from tuneserve_engine.worker.execution.rescoring import Rescoring
 from tuneserve_engine.worker.execution.sampling import RunningSamples, never
 from tuneserve_engine.worker.scheduling.pace import Pace
@@ -90,8 +91,10 @@ class JobExecutor:
         self._gradients = GradientRunner(backend, self._timer, Pace(slice_s))
         self._models = _Models()
         rescoring = Rescoring(backend, self._timer, self.read_state)
+        self.snapshots = ReadSnapshots(self.read_state)
+        """The snapshots that were read before their samples began."""
         self._samples = RunningSamples(
-            backend, self._timer, self.read_state, rescoring if rescore_samples else None
+            backend, self._timer, self.snapshots, rescoring if rescore_samples else None
         )
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,

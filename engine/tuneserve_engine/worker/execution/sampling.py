@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 
-from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import (
     Backend,
     DeviceFailed,
@@ -34,6 +33,7 @@ from tuneserve_engine.worker.execution.outcomes import (
     failure,
     protobuf,
 )
+from tuneserve_engine.worker.execution.read_ahead import ReadSnapshots, snapshot_of
 from tuneserve_engine.worker.execution.rescoring import Rescoring
 
 logger = logging.getLogger(__name__)
@@ -46,20 +46,20 @@ def never() -> bool:
 class RunningSamples:
     """The running samples of a backend.
 
-    ``read_state`` returns the state of a snapshot's file. With ``rescoring``, the results carry the
-    logprobs of training. The only exception that escapes is ``DeviceFailed``.
+    ``snapshots`` has, or reads, the states of the snapshots. With ``rescoring``, the results carry
+    the logprobs of training. The only exception that escapes is ``DeviceFailed``.
     """
 
     def __init__(
         self,
         backend: Backend,
         timer: DeviceTimer,
-        read_state: Callable[[str], AdapterState],
+        snapshots: ReadSnapshots,
         rescoring: Rescoring | None,
     ) -> None:
         self._backend = backend
         self._timer = timer
-        self._read_state = read_state
+        self._snapshots = snapshots
         self._rescoring = rescoring
         self._running: dict[str, _Sampling] = {}
         self._one_by_one: list[str] = []  # requests of a failed pass, which run one by one
@@ -131,15 +131,22 @@ class RunningSamples:
 
     def _ensure_snapshot(self, request_id: str, snapshot_id: str | None) -> None:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
-            state = self._read_state(snapshot_id)
+            state = self._snapshots.take_state(snapshot_id)
             with self._timer.charge({request_id: 1.0}):
                 # The arrays of a training checkpoint are those of its own adapter kind.
                 self._backend.load_snapshot(snapshot_id, self._backend.exported(state))
 
     def _begun(self, job: Job) -> "_Sampling":
-        command = jobs.decode(job.payload, jobs.SampleCommand)
-        request = sampling.to_request(command, self._backend.info)
-        self._ensure_snapshot(job.request_id, request.snapshot_id)
+        is_loaded = False
+        try:
+            command = jobs.decode(job.payload, jobs.SampleCommand)
+            request = sampling.to_request(command, self._backend.info)
+            self._ensure_snapshot(job.request_id, request.snapshot_id)
+            is_loaded = True
+        finally:
+            file_id = snapshot_of(job)
+            if file_id is not None:
+                self._snapshots.note_begun(file_id, is_loaded=is_loaded)
         parameters = self._backend.info.parameters
         return _Sampling(job, command, replace(request, owner=job.tenant), parameters)
 

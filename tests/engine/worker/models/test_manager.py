@@ -87,7 +87,7 @@ def test_a_model_works_until_its_turn_to_be_handed_over(tmp_path: Path) -> None:
         assert saved == ["a", "c"]
         await bench.ok(await bench.gradient("a"))
 
-    run(tmp_path, scenario, NEVER)
+    run(tmp_path, scenario, replace(NEVER, renew_s=3.0))  # a renewal would name none
 
 
 def test_models_are_shared_by_the_speed_of_the_workers(tmp_path: Path) -> None:
