@@ -22,6 +22,18 @@ class Visibility(NamedTuple):
     blocks: Int[Array, ""]  # number of used blocks; later blocks are neither read nor written
 
 
+class Share(NamedTuple):
+    """A device's share of a micro-batch that several devices divide among them.
+
+    Blocks are numbered over all devices: ``Visibility`` is that of all blocks, and keys and values
+    are those of all blocks, from block 0 of their buffers on. Queries and results are the device's.
+    """
+
+    first: Int[Array, ""]  # the number of the device's first block
+    blocks: Int[Array, ""]  # its used blocks
+    size: int  # the blocks for which it has room
+
+
 class Windows(NamedTuple):
     """The tokens of the micro-batch that each token sees: its datum's, from the first up to itself.
 

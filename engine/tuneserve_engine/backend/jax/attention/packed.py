@@ -8,11 +8,11 @@ from the datum's first token: the result for a token has the same bits wherever 
 the backward pass, query block i meets the key blocks ``start[i]`` to i, and bits depend on these
 blocks only: not on their place in the micro-batch, its other content or its capacity.
 
-Dimension key: n blocks of the micro-batch, S tokens of a block; m blocks of the buffers that hold
-its queries, keys and values, a of those that hold the results of attention (buffers of several
-micro-batches or layers: ``base`` and ``attended_base`` are the first blocks of this one); K
-key/value heads, each read by G query heads (GS rows, head by head), N = K*G query heads; H
-head_dim.
+Dimension key: n blocks of the micro-batch, S tokens of a block; m blocks of the buffer that holds
+its queries, l of those that hold its keys and values (l = m without ``share``), a of those that
+hold the results of attention (buffers of several micro-batches or layers: ``base`` and
+``attended_base`` are the first blocks of this one); K key/value heads, each read by G query heads
+(GS rows, head by head), N = K*G query heads; H head_dim.
 """
 
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from tuneserve_engine.backend.jax.attention.base import (
     UNSEEN,
     Attended,
     AttentionGradient,
+    Share,
     Visibility,
     Windows,
     next_window,
@@ -59,59 +60,63 @@ def token_rows(out: Float[Array, "n K GS H"], block: int) -> Float[Array, "n S N
 
 def attend_blocks(  # noqa: PLR0913
     q: Float[Array, "m K GS H"],
-    k: Float[Array, "m K S H"],
-    v: Float[Array, "m K S H"],
+    k: Float[Array, "l K S H"],
+    v: Float[Array, "l K S H"],
     seen: Visibility,
     into: Attended,
     *,
     base: Int[Array, ""] | int = 0,
     attended_base: Int[Array, ""] | int = 0,
+    share: Share | None = None,
     implementation: Implementation | None = None,
 ) -> Attended:
     """Write ``softmax(q k / sqrt(H)) v`` to the micro-batch's used blocks of ``into``; return
     ``into``.
 
-    Scores, softmax and sums are float32. Without ``implementation``, the device decides.
+    Scores, softmax and sums are float32. With ``share``, the blocks are those of a device. Without
+    ``implementation``, the device decides.
     """
     if (implementation or _usual()) == "kernels":
         from tuneserve_engine.backend.jax.attention import packed_gpu
 
         return packed_gpu.attend(
-            q, k, v, seen, into, base=base, attended_base=attended_base, interpret=not _on_gpu()
-        )
+            q, k, v, seen, into,
+            base=base, attended_base=attended_base, share=share, interpret=not _on_gpu(),
+        )  # fmt: skip
 
     seen_by = windows(seen)
+    begin, used, key_base = (0, seen.blocks, base) if share is None else (*share[:2], 0)
 
     def attend(i: Array, into: Attended) -> Attended:
-        rows = _scaled(_block(q, base + i))
-        mine = Windows(*(each[i] for each in seen_by))
+        rows, at = _scaled(_block(q, base + i)), begin + i
+        mine = Windows(*(each[at] for each in seen_by))
 
         def add(state: tuple[Array, _Sums]) -> tuple[Array, _Sums]:
             first, (top, total, out) = state
-            scores = _scores(rows, _window_of(k, base, first, i), sees_window(mine, first))
+            scores = _scores(rows, _window_of(k, key_base, first, at), sees_window(mine, first))
             new_top = jnp.maximum(top, scores.max(-1))
             kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
-            more = jnp.einsum("KQS,KSH->KQH", weights, _window_of(v, base, first, i))
-            after = next_window(seen_by.end, first, i)
+            more = jnp.einsum("KQS,KSH->KQH", weights, _window_of(v, key_base, first, at))
+            after = next_window(seen_by.end, first, at)
             return after, (new_top, total * kept + weights.sum(-1), out * kept[..., None] + more)
 
         nothing = jnp.full(rows.shape[:-1], UNSEEN), jnp.zeros(rows.shape[:-1])
         state = mine.first[0], (*nothing, jnp.zeros_like(rows))
-        behind = (i + 1) * seen.segment_ids.shape[1]
+        behind = (at + 1) * seen.segment_ids.shape[1]
         _, (top, total, out) = lax.while_loop(lambda state: state[0] < behind, add, state)
         return Attended(
             _put(into.out, attended_base + i, out / total[..., None]),
             _put(into.logsumexp, attended_base + i, top + jnp.log(total)),
         )
 
-    result: Attended = lax.fori_loop(0, seen.blocks, attend, into)
+    result: Attended = lax.fori_loop(0, used, attend, into)
     return result
 
 
 def attend_blocks_backward(  # noqa: PLR0913
     q: Float[Array, "m K GS H"],
-    k: Float[Array, "m K S H"],
-    v: Float[Array, "m K S H"],
+    k: Float[Array, "l K S H"],
+    v: Float[Array, "l K S H"],
     attended: Attended,
     gradient: Float[Array, "n K GS H"],
     seen: Visibility,
@@ -119,45 +124,52 @@ def attend_blocks_backward(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int = 0,
     attended_base: Int[Array, ""] | int = 0,
+    share: Share | None = None,
     implementation: Implementation | None = None,
 ) -> AttentionGradient:
-    """Write gradients of q, k and v, from the output's, to the used blocks of ``into``."""
+    """Write gradients of q, k and v, from the output's, to the used blocks of ``into``.
+
+    With ``share``, the gradients of k and v are a device's part of a sum over devices, and ``into``
+    has zeros for them.
+    """
     if (implementation or _usual()) == "kernels":
         from tuneserve_engine.backend.jax.attention import packed_gpu
 
         return packed_gpu.attend_backward(
             q, k, v, attended, gradient, seen, into,
-            base=base, attended_base=attended_base, interpret=not _on_gpu(),
+            base=base, attended_base=attended_base, share=share, interpret=not _on_gpu(),
         )  # fmt: skip
+
+    begin, used, key_base = (0, seen.blocks, base) if share is None else (*share[:2], 0)
 
     # The block on the diagonal gets no code of its own, although such code could set what others
     # add to: outside the inner loop, XLA CPU does not vectorise the masked exponentials (126 us
     # instead of 13).
     def attend(i: Array, sums: AttentionGradient) -> AttentionGradient:
-        rows, of_out = _scaled(_block(q, base + i)), _block(gradient, i)
+        rows, of_out, at = _scaled(_block(q, base + i)), _block(gradient, i), begin + i
         logsumexp = _block(attended.logsumexp, attended_base + i)
         shared = (of_out * _block(attended.out, attended_base + i)).sum(-1)
 
         def add(j: Array, sums: _Sums) -> _Sums:
             of_rows, of_k, of_v = sums
-            keys = _block(k, base + j)
-            scores = _scores(rows, keys, _sees(seen, i, j))
+            keys = _block(k, key_base + j)
+            scores = _scores(rows, keys, _sees(seen, at, j))
             weights = jnp.exp(scores - logsumexp[..., None])
-            of_weights = jnp.einsum("KQH,KSH->KQS", of_out, _block(v, base + j))
+            of_weights = jnp.einsum("KQH,KSH->KQS", of_out, _block(v, key_base + j))
             of_scores = weights * (of_weights - shared[..., None])
             return (
                 of_rows + jnp.einsum("KQS,KSH->KQH", of_scores, keys),
-                _accumulate(of_k, i, j, jnp.einsum("KQS,KQH->KSH", of_scores, rows)),
-                _accumulate(of_v, i, j, jnp.einsum("KQS,KQH->KSH", weights, of_out)),
+                _accumulate(of_k, at, j, jnp.einsum("KQS,KQH->KSH", of_scores, rows)),
+                _accumulate(of_v, at, j, jnp.einsum("KQS,KQH->KSH", weights, of_out)),
             )
 
         start = jnp.zeros_like(rows), sums.k, sums.v
-        of_rows, of_k, of_v = lax.fori_loop(seen.start[i], i + 1, add, start)
+        of_rows, of_k, of_v = lax.fori_loop(seen.start[at], at + 1, add, start)
         return AttentionGradient(_put(sums.q, i, _scaled(of_rows)), of_k, of_v)
 
     wide = into._replace(k=into.k.astype(jnp.float32), v=into.v.astype(jnp.float32))
-    sums: AttentionGradient = lax.fori_loop(0, seen.blocks, attend, wide)
-    return sums._replace(k=sums.k.astype(k.dtype), v=sums.v.astype(v.dtype))
+    sums: AttentionGradient = lax.fori_loop(0, used, attend, wide)
+    return sums._replace(k=sums.k.astype(into.k.dtype), v=sums.v.astype(into.v.dtype))
 
 
 def _window_of(

@@ -28,6 +28,7 @@ from tuneserve_engine.backend.jax.attention.base import (
     UNSEEN,
     Attended,
     AttentionGradient,
+    Share,
     Visibility,
     Windows,
     next_window,
@@ -43,9 +44,12 @@ class _Layout(NamedTuple):
     """The micro-batch as a kernel sees it: references to whole arrays."""
 
     scale: Any  # [] scale of the scores
-    blocks: Any  # []
-    base: Any  # []
+    blocks: Any  # [] used blocks of queries
+    keys: Any  # [] used blocks of keys
+    base: Any  # [] the first block of queries
+    key_base: Any  # []
     attended_base: Any  # []
+    first: Any  # [] the number of the first block of queries among the blocks of keys
     start: Any  # [n]
     stop: Any  # [n] the block after the last query block that meets a key block
     segment_ids: Any  # [n, S]
@@ -55,13 +59,14 @@ class _Layout(NamedTuple):
 
 def attend(  # noqa: PLR0913
     q: Float[Array, "m K GS H"],
-    k: Float[Array, "m K S H"],
-    v: Float[Array, "m K S H"],
+    k: Float[Array, "l K S H"],
+    v: Float[Array, "l K S H"],
     seen: Visibility,
     into: Attended,
     *,
     base: Int[Array, ""] | int,
     attended_base: Int[Array, ""] | int,
+    share: Share | None = None,
     interpret: bool,
 ) -> Attended:
     """See ``packed.attend_blocks``."""
@@ -69,9 +74,10 @@ def attend(  # noqa: PLR0913
     heads = partial(_heads, block=block)
     out, logsumexp = _call(
         _forward_kernel,
-        _layout(seen, head_dim, base, attended_base),
+        _layout(seen, head_dim, base, attended_base, share),
         (_padded(heads(q)), _padded(k), _padded(v)),
         (_padded(heads(into.out)), heads(into.logsumexp)),
+        blocks=seen.start.shape[0] if share is None else share.size,
         interpret=interpret,
     )
     return Attended(
@@ -81,8 +87,8 @@ def attend(  # noqa: PLR0913
 
 def attend_backward(  # noqa: PLR0913
     q: Float[Array, "m K GS H"],
-    k: Float[Array, "m K S H"],
-    v: Float[Array, "m K S H"],
+    k: Float[Array, "l K S H"],
+    v: Float[Array, "l K S H"],
     attended: Attended,
     gradient: Float[Array, "n K GS H"],
     seen: Visibility,
@@ -90,14 +96,15 @@ def attend_backward(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int,
     attended_base: Int[Array, ""] | int,
+    share: Share | None = None,
     interpret: bool,
 ) -> AttentionGradient:
     """See ``packed.attend_blocks_backward``."""
-    n, (block, head_dim) = seen.segment_ids.shape[0], k.shape[2:]
+    n, (block, head_dim) = gradient.shape[0], k.shape[2:]
     heads = partial(_heads, block=block)
     mine = lax.dynamic_slice_in_dim(attended.out, attended_base, n)
     shared = (gradient.astype(jnp.float32) * mine.astype(jnp.float32)).sum(-1)
-    layout = _layout(seen, head_dim, base, attended_base)
+    layout = _layout(seen, head_dim, base, attended_base, share)
     arrays = (
         _padded(heads(q)),
         _padded(k),
@@ -108,8 +115,9 @@ def attend_backward(  # noqa: PLR0913
     )
     call = partial(_call, layout=layout, arrays=arrays, interpret=interpret)
     with jax.named_scope("attention_backward"):
-        (of_q,) = call(_query_kernel, into=(_padded(heads(into.q)),))
-        of_k, of_v = call(_key_kernel, into=(_padded(into.k), _padded(into.v)))
+        (of_q,) = call(_query_kernel, into=(_padded(heads(into.q)),), blocks=n)
+        into_keys = _padded(into.k), _padded(into.v)
+        of_k, of_v = call(_key_kernel, into=into_keys, blocks=seen.start.shape[0])
     return AttentionGradient(
         of_q[..., :head_dim].reshape(into.q.shape), of_k[..., :head_dim], of_v[..., :head_dim]
     )
@@ -122,25 +130,25 @@ def _forward_kernel(layout: _Layout, arrays: Any, _into: Any, out: Any, sums: An
 
     @pl.when(i < layout.blocks[...])
     def run() -> None:
-        rows = q[layout.base[...] + i, head]
-        mine = Windows(*(each[i] for each in layout.windows))
+        rows, at = q[layout.base[...] + i, head], layout.first[...] + i
+        mine = Windows(*(each[at] for each in layout.windows))
 
         def add(state: tuple[Array, Any]) -> tuple[Array, Any]:
             first, (top, total, result) = state
-            at = _window_at(layout, first, i)
-            keys, values = (x[at[0], key_head, at[1]] for x in (k, v))
+            key = _window_at(layout, first, at)
+            keys, values = (x[key[0], key_head, key[1]] for x in (k, v))
             scores = _product(rows, keys, 1, 1) * layout.scale[...]
             scores = jnp.where(sees_window(mine, first), scores, UNSEEN)
             new_top = jnp.maximum(top, scores.max(-1))
             kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
             more = _product(weights, values, 1, 0)
-            after = next_window(layout.windows.end, first, i)
+            after = next_window(layout.windows.end, first, at)
             return after, (new_top, total * kept + weights.sum(-1), result * kept[:, None] + more)
 
         size = rows.shape[0]
         nothing = jnp.full(size, UNSEEN, jnp.float32), jnp.zeros(size, jnp.float32)
-        state = layout.windows.first[i, 0], (*nothing, jnp.zeros(rows.shape, jnp.float32))
-        behind = (i + 1) * size
+        state = layout.windows.first[at, 0], (*nothing, jnp.zeros(rows.shape, jnp.float32))
+        behind = (at + 1) * size
         _, (top, total, result) = lax.while_loop(lambda state: state[0] < behind, add, state)
         out[layout.attended_base[...] + i, head] = (result / total[:, None]).astype(out.dtype)
         sums[layout.attended_base[...] + i, head] = top + jnp.log(total)
@@ -150,7 +158,7 @@ def _window_at(layout: _Layout, first: Array, i: Array) -> tuple[Array, Array]:
     """Return block and offset of each token of a window; tokens after block i become its last."""
     size = layout.segment_ids.shape[1]
     token = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), (i + 1) * size - 1)
-    return layout.base[...] + token // size, token % size
+    return layout.key_base[...] + token // size, token % size
 
 
 def _query_kernel(layout: _Layout, arrays: Any, _into: Any, of_q: Any) -> None:
@@ -164,8 +172,8 @@ def _query_kernel(layout: _Layout, arrays: Any, _into: Any, of_q: Any) -> None:
             keys, _, of_scores = _backward_tile(layout, arrays, (i, head), (j, key_head))
             return total + _product(of_scores, keys, 1, 0)
 
-        nothing = jnp.zeros(of_q.shape[2:], jnp.float32)
-        total = lax.fori_loop(layout.start[i], i + 1, add, nothing)
+        nothing, at = jnp.zeros(of_q.shape[2:], jnp.float32), layout.first[...] + i
+        total = lax.fori_loop(layout.start[at], at + 1, add, nothing)
         of_q[i, head] = (total * layout.scale[...]).astype(of_q.dtype)
 
 
@@ -175,7 +183,7 @@ def _key_kernel(layout: _Layout, arrays: Any, _into: Any, of_k: Any, of_v: Any) 
     j, key_head = pl.program_id(0), pl.program_id(1)
     groups = q.shape[1] // of_k.shape[1]
 
-    @pl.when(j < layout.blocks[...])
+    @pl.when(j < layout.keys[...])
     def run() -> None:
         def add(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
             # A loop: if it is unrolled, every head of the group keeps its tiles in shared memory,
@@ -192,7 +200,10 @@ def _key_kernel(layout: _Layout, arrays: Any, _into: Any, of_k: Any, of_v: Any) 
             return both
 
         nothing = jnp.zeros(of_k.shape[2:], jnp.float32)
-        by_k, by_v = lax.fori_loop(j, layout.stop[j], add, (nothing, nothing))
+        # Queries are the device's own: from the first one that meets the block, to the last.
+        begin = jnp.maximum(j - layout.first[...], 0)
+        end = jnp.minimum(layout.stop[j] - layout.first[...], layout.blocks[...])
+        by_k, by_v = lax.fori_loop(begin, end, add, (nothing, nothing))
         of_k[j, key_head] = (by_k * layout.scale[...]).astype(of_k.dtype)
         of_v[j, key_head] = by_v.astype(of_v.dtype)
 
@@ -206,16 +217,17 @@ def _backward_tile(
     """Return keys, weights and the gradient of the scaled scores of two (block, head) pairs."""
     q, k, v, logsumexp, gradient, shared = arrays
     (i, head), (j, key_head) = query, key
-    keys = k[layout.base[...] + j, key_head]
+    keys = k[layout.key_base[...] + j, key_head]
     scores = _scores(q[layout.base[...] + i, head], keys, layout, i, j)
     weights = jnp.exp(scores - logsumexp[layout.attended_base[...] + i, head][:, None])
-    of_weights = _product(gradient[i, head], v[layout.base[...] + j, key_head], 1, 1)
+    of_weights = _product(gradient[i, head], v[layout.key_base[...] + j, key_head], 1, 1)
     return keys, weights, weights * (of_weights - shared[i, head][:, None])
 
 
 def _scores(rows: Array, keys: Array, layout: _Layout, i: Any, j: Any) -> Float[Array, "S S"]:
-    same = layout.segment_ids[i][:, None] == layout.segment_ids[j][None, :]
-    sees = same & (layout.position[i][:, None] >= layout.position[j][None, :])
+    at = layout.first[...] + i
+    same = layout.segment_ids[at][:, None] == layout.segment_ids[j][None, :]
+    sees = same & (layout.position[at][:, None] >= layout.position[j][None, :])
     return jnp.where(sees, _product(rows, keys, 1, 1) * layout.scale[...], UNSEEN)
 
 
@@ -230,12 +242,13 @@ def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
     )
 
 
-def _call(
+def _call(  # noqa: PLR0913
     kernel: Callable[..., None],
     layout: _Layout,
     arrays: tuple[Array, ...],
     into: tuple[Array, ...],
     *,
+    blocks: int,
     interpret: bool,
 ) -> Any:
     """Run the kernel for every block and head of ``into``, and return ``into`` overwritten."""
@@ -245,7 +258,7 @@ def _call(
     warps = 8 if arrays[0].dtype == jnp.float32 else 4
     return pl.pallas_call(
         kernel,
-        grid=(layout.start.shape[0], into[0].shape[1]),
+        grid=(blocks, into[0].shape[1]),
         out_shape=[jax.eval_shape(lambda x: x, x) for x in into],
         input_output_aliases={first + index: index for index in range(len(into))},
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
@@ -253,15 +266,19 @@ def _call(
     )(layout, arrays, into)
 
 
-def _layout(seen: Visibility, head_dim: int, base: Any, attended_base: Any) -> _Layout:
+def _layout(
+    seen: Visibility, head_dim: int, base: Any, attended_base: Any, share: Share | None
+) -> _Layout:
     index = jnp.arange(seen.start.shape[0], dtype=jnp.int32)
     # Starts never decrease: the used query blocks that meet block j are j to the last whose start
     # is at most j.
     meets = (seen.start[None, :] <= index[:, None]) & (index < seen.blocks)[None, :]
     stop = meets.sum(1, dtype=jnp.int32)
-    bases = jnp.asarray(base, jnp.int32), jnp.asarray(attended_base, jnp.int32)
+    first, blocks, key_base = (0, seen.blocks, base) if share is None else (*share[:2], 0)
+    bases = (jnp.asarray(x, jnp.int32) for x in (base, key_base, attended_base, first))
     return _Layout(
         jnp.float32(head_dim**-0.5),
+        blocks,
         seen.blocks,
         *bases,
         seen.start,

@@ -16,7 +16,12 @@ import torch
 from scripts.gpu_compile.shapes import GROUPS
 from tests.support.compiled import lowered_for_a_gpu, memory_of
 from tuneserve_engine.backend.jax.attention import packed_gpu
-from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
+from tuneserve_engine.backend.jax.attention.base import (
+    Attended,
+    AttentionGradient,
+    Share,
+    Visibility,
+)
 from tuneserve_engine.backend.jax.attention.packed import (
     Implementation,
     attend_blocks,
@@ -318,6 +323,56 @@ def test_buffers_of_several_layers_are_used_in_place(implementation: Implementat
         assert (np.delete(np.asarray(whole), range(26, 39), 0) == 7).all()
     for got, alone in zip(gradients, want[1], strict=True):
         np.testing.assert_array_equal(got, alone)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_devices_that_share_a_datum_have_the_bits_of_one(
+    implementation: Implementation, dtype: jnp.dtype
+) -> None:
+    """But for the gradients of keys and values: each is a sum over devices."""
+    length, capacity = 11 * SMALL.block - 3, 12
+    seen = visibility([[length]], SMALL.block, capacity)
+    at = packed(numbers(11 * SMALL.block, SMALL), seen, SMALL, jnp.dtype(dtype))
+    attended, gradients = RUN[implementation](at)
+    size = 5
+
+    @jax.jit
+    def run_share(first: jax.Array, blocks: jax.Array) -> tuple[Attended, AttentionGradient]:
+        share = Share(first, blocks, size)
+
+        def mine(x: jax.Array) -> jax.Array:
+            room = jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1)), constant_values=7)
+            part = jax.lax.dynamic_slice_in_dim(room, first, size)
+            used = jnp.arange(size).reshape(-1, *[1] * (x.ndim - 1)) < blocks
+            return jnp.concatenate([jnp.full_like(part, 7), jnp.where(used, part, 7)])
+
+        options = {"base": size, "share": share, "implementation": implementation}
+        options["attended_base"] = size
+        keys = at.k, at.v
+        into = jax.tree.map(lambda x: jnp.full_like(mine(x), 7), at.attended)
+        own = attend_blocks(mine(at.q), *keys, seen, into, **options)
+        zeros = [jnp.zeros(x.shape, jnp.float32) for x in keys]
+        into = AttentionGradient(jnp.full_like(mine(at.q)[size:], 7), *zeros)
+        of_own = attend_blocks_backward(
+            mine(at.q), *keys, own, mine(at.gradient)[size:], seen, into, **options
+        )
+        return own, of_own
+
+    total = [0.0, 0.0]
+    for first in (0, 4, 8):
+        used = min(4, int(seen.blocks) - first)
+        own, of_own = run_share(jnp.int32(first), jnp.int32(used))
+        for got, want in zip((*own, of_own.q), (*attended, gradients.q), strict=True):
+            got = got[-size:]
+            np.testing.assert_array_equal(got[:used], want[first : first + used])
+            assert (np.asarray(got[used:]) == 7).all()
+        total = [x + np.asarray(part) for x, part in zip(total, of_own[1:], strict=True)]
+    for got, want in zip(total, gradients[1:], strict=True):
+        want = np.asarray(want[: int(seen.blocks)].astype(jnp.float32))
+        got = np.asarray(got[: int(seen.blocks)])
+        limit = np.abs(want).max() * (1e-6 if dtype == jnp.float32 else 2.0**-8)
+        np.testing.assert_allclose(got, want, rtol=0, atol=limit)
 
 
 def test_heads_are_grouped_by_the_key_head_that_they_read() -> None:
