@@ -141,7 +141,7 @@ def empty(n: int, block: int) -> dict[str, Any]:
     arrays: dict[str, Any] = {
         name: np.zeros(shapes.get(name, (n,)), np.int32 if name in whole else np.float32)
         for name in MicroBatch._fields
-        if name != "blocks"
+        if name not in {"blocks", "part"}
     }
     arrays["segment_ids"][:] = arrays["block_request"][:] = -1
     arrays["first_visible_block"][:] = np.arange(n // block)

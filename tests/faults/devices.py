@@ -86,8 +86,8 @@ class JaxDevice:
     def __init__(self, backend: JaxBackend) -> None:
         self.info = backend.info
         self._backend = backend
-        trainer = backend._trainer
-        trainer._train = partial(_in_little_memory, trainer._train)  # type: ignore[assignment]
+        train: dict[bool, Any] = backend._trainer._micro_batches.train
+        train[False] = partial(_in_little_memory, train[False])
 
     @asynccontextmanager
     async def working(

@@ -36,6 +36,10 @@ class MicroBatch(NamedTuple):
     N is the capacity of every micro-batch. The datums of a request are contiguous; padding
     (``segment_ids == -1``) fills the last block of each bin. Blocks from ``blocks`` on are
     unused.
+
+    A datum that is divided among devices has a micro-batch for each part, without other datums. All
+    its parts but the last fill equally many blocks, and ``first_visible_block`` counts the blocks
+    of all of them.
     """
 
     tokens: IntArray  # [N]
@@ -53,6 +57,7 @@ class MicroBatch(NamedTuple):
     block_request: IntArray  # [N / block] index into the batch's requests, side by side; -1: unused
     first_visible_block: IntArray  # [N / block] the first block that this block's tokens attend to
     blocks: int  # number of used blocks
+    part: int | None = None  # the number of the part of a divided datum
 
 
 class MicroBatchOutput(NamedTuple):

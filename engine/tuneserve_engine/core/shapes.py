@@ -42,9 +42,10 @@ class StaticShapes:
 
     A training program has one length, ``micro_batch_tokens``, and works through as many of its
     chunks as a micro-batch uses. ``requested_tokens`` is the wanted length; the micro-batch is
-    longer if one datum of ``context_length`` needs it. ``request_slots`` is the number of requests
-    in one batch at the lowest rank bucket; a higher bucket has fewer, so that all buckets need the
-    same memory.
+    longer if one datum of ``context_length`` needs it. A datum longer than a micro-batch is divided
+    among ``devices_per_datum`` devices: all of them, or 1. ``request_slots`` is the number of
+    requests in one batch at the lowest rank bucket; a higher bucket has fewer, so that all buckets
+    need the same memory.
     """
 
     context_length: int
@@ -53,6 +54,7 @@ class StaticShapes:
     requested_tokens: int = 4096
     request_slots: int = 32
     rank_buckets: tuple[int, ...] = (8, 32, 128)
+    devices_per_datum: int = 1
 
     micro_batch_tokens: int = field(init=False, repr=False, compare=False)
     """The tokens N of a micro-batch, a multiple of ``chunk``.
@@ -83,9 +85,17 @@ class StaticShapes:
             raise ValueError(f"rank_buckets are {self.rank_buckets}; use rising positive numbers")
 
         # The class is frozen, so its own attributes are set around that.
-        tokens = multiple_from(max(self.requested_tokens, self.context_length), self.chunk)
+        longest = -(-self.context_length // self.devices_per_datum)
+        tokens = multiple_from(max(self.requested_tokens, longest), self.chunk)
         object.__setattr__(self, "micro_batch_tokens", tokens)
         object.__setattr__(self, "bin_tokens", min(longest_bin(self.chunk), tokens))
+
+    def part_tokens(self, tokens: int) -> int:
+        """Return the tokens of each part but the last of a datum that is divided among devices.
+
+        Whole chunks: a part of a chunk costs a device as much as all of it.
+        """
+        return multiple_from(-(-tokens // self.devices_per_datum), self.chunk)
 
     @property
     def is_one_chunk(self) -> bool:

@@ -44,6 +44,7 @@ _CODE = (
     "adapters/kinds/*.py",
     "worker/codecs/*.py",
     "worker/execution/gradients.py",
+    "worker/execution/bins.py",
     "worker/execution/packing.py",
     "backend/base.py",
     "backend/jax/**/*.py",
@@ -118,6 +119,8 @@ def _id(device: str, base: str, choices: NumericChoices) -> str:
         int(shapes.is_one_chunk),
         *shapes.rank_buckets,
     )
+    if shapes.devices_per_datum > 1:  # they decide which datums are divided, and where
+        shapes_id = (*shapes_id, shapes.micro_batch_tokens, shapes.devices_per_datum)
     parts = (
         packages,
         f"code={_digest(_code())}",

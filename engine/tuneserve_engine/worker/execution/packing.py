@@ -4,7 +4,6 @@ A request alone decides which of its datums lie one after another, and the order
 neighbours decide only the micro-batch of a block and its place there: no bit depends on either.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +21,24 @@ from tuneserve_engine.backend.base import (
 from tuneserve_engine.core import provenance
 from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 from tuneserve_engine.worker.codecs.training import TrainingData
+from tuneserve_engine.worker.execution.bins import (
+    Bin,
+    bins_of,
+    micro_batches_of,
+    paced_tokens,
+    spread_out,
+)
 
 
 class DatumLocation(NamedTuple):
-    """The place of a datum: its tokens lie from token ``first`` of the micro-batch on."""
+    """The place of a datum: its tokens lie from token ``first`` of the micro-batch on.
+
+    A divided datum goes on in the micro-batches behind that one, after ``part`` tokens in each.
+    """
 
     micro_batch: int
     first: int
+    part: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,15 +69,6 @@ class PackedBatch:
     computed: tuple[float, ...]
     datum_tokens: float
     paced_tokens: int
-
-
-class _Bin(NamedTuple):
-    """Datums of one request that lie one after another, in blocks of their own."""
-
-    member: int
-    datum_ids: tuple[int, ...]
-    targets: int
-    tokens: int  # of its blocks
 
 
 class _Size(NamedTuple):
@@ -123,7 +124,7 @@ def _pack_batch(
 ) -> PackedBatch:
     static_shapes = size.static_shapes
     data = [requests[index].data for index in members]
-    bins = [bin_ for i, each in enumerate(data) for bin_ in _bins_of(i, each, static_shapes)]
+    bins = [bin_ for i, each in enumerate(data) for bin_ in bins_of(i, each, static_shapes)]
     longest = max(bin_.tokens for bin_ in bins)
     capacity = multiple_from(
         max(static_shapes.micro_batch_tokens >> size.halvings, longest), static_shapes.chunk
@@ -137,10 +138,10 @@ def _pack_batch(
         each = -(-slice_tokens // size.at_once)
         room = min(multiple_from(each, static_shapes.chunk), capacity)
     has_gradients = not data[0].forward_only
-    layout = _micro_batches_of(bins, room, has_gradients=has_gradients)
+    layout = micro_batches_of(bins, room, has_gradients=has_gradients)
     if size.at_once > 1:
-        spread = partial(_micro_batches_of, bins, has_gradients=has_gradients)
-        layout = _spread(layout, spread, static_shapes.chunk, size.at_once)
+        spread = partial(micro_batches_of, bins, has_gradients=has_gradients)
+        layout = spread_out(layout, spread, static_shapes.chunk, size.at_once)
 
     locations = [[DatumLocation(-1, -1)] * len(each.data) for each in data]
     computed = [0.0] * len(members)
@@ -151,7 +152,9 @@ def _pack_batch(
             computed[bin_.member] += bin_.tokens * multiple_from(used, static_shapes.chunk) / used
             first = start
             for i in bin_.datum_ids:
-                locations[bin_.member][i] = DatumLocation(number, first)
+                if not bin_.part:  # the first part of a divided datum has the place of all
+                    part = None if bin_.part is None else bin_.tokens
+                    locations[bin_.member][i] = DatumLocation(number, first, part)
                 first += len(data[bin_.member].data[i].tokens)
             start += bin_.tokens
 
@@ -164,86 +167,8 @@ def _pack_batch(
         tuple(tuple(of_request) for of_request in locations),
         tuple(computed),
         datum_tokens,
-        _paced_tokens(layout, static_shapes.chunk, size.at_once),
+        paced_tokens(layout, static_shapes.chunk, size.at_once),
     )
-
-
-def _paced_tokens(layout: Sequence[Sequence[_Bin]], chunk: int, at_once: int) -> int:
-    tokens = [multiple_from(sum(bin_.tokens for bin_ in contents), chunk) for contents in layout]
-    rounds = (tokens[first : first + at_once] for first in range(0, len(tokens), at_once))
-    return at_once * sum(max(each) for each in rounds)
-
-
-def _spread(
-    layout: list[list[_Bin]],
-    spread: Callable[[int], list[list[_Bin]]],
-    chunk: int,
-    at_once: int,
-) -> list[list[_Bin]]:
-    """Return ``spread(room)`` with the least room that needs no more rounds than ``layout``."""
-
-    def rounds(micro_batches: Sequence[Sequence[_Bin]]) -> int:
-        counts = Counter(contents[0].targets for contents in micro_batches)
-        return sum(-(-count // at_once) for count in counts.values())
-
-    longest = max(sum(bin_.tokens for bin_ in contents) for contents in layout)
-    most = rounds(layout)
-    smaller = map(spread, range(chunk, longest, chunk))
-    return next((each for each in smaller if rounds(each) <= most), layout)
-
-
-def _micro_batches_of(bins: Sequence[_Bin], room: int, *, has_gradients: bool) -> list[list[_Bin]]:
-    """Return the bins of each micro-batch.
-
-    The bins of a request keep their order. A micro-batch without room for the next bin is closed; a
-    bin longer than ``room`` is alone in its own. With gradients, a micro-batch has only one bin of
-    the requests with several: their gradients are sums of their bins' gradients, and a slot takes
-    one.
-    """
-    counts = Counter(bin_.member for bin_ in bins)
-    layout: list[list[_Bin]] = []
-    for targets in sorted({bin_.targets for bin_ in bins}):
-        free = 0
-        has_part = False  # whether the micro-batch has a bin of a request with several
-        for bin_ in bins:
-            if bin_.targets != targets:
-                continue
-            is_part = has_gradients and counts[bin_.member] > 1
-            if bin_.tokens > free or (is_part and has_part):
-                layout.append([])
-                free, has_part = room, False
-            layout[-1].append(bin_)
-            free -= bin_.tokens
-            has_part |= is_part
-    return layout
-
-
-def _bins_of(member: int, data: TrainingData, static_shapes: StaticShapes) -> list[_Bin]:
-    """Return a request's datums, grouped by padded K and packed into bins.
-
-    The longest datum goes first, each into the first bin that has room. The result depends on the
-    request alone.
-    """
-    buckets: dict[int, list[int]] = {}
-    for i, datum in enumerate(data.data):
-        buckets.setdefault(static_shapes.target_bucket(datum.targets.shape[1]), []).append(i)
-    bins = []
-    for targets, datum_ids in buckets.items():
-        groups: list[list[int]] = []
-        sums: list[int] = []
-        for i in sorted(datum_ids, key=lambda i: -len(data.data[i].tokens)):
-            length = len(data.data[i].tokens)
-            room = static_shapes.bin_tokens - length
-            at = next((at for at, tokens in enumerate(sums) if tokens <= room), len(groups))
-            if at == len(groups):
-                groups.append([])
-                sums.append(0)
-            groups[at].append(i)
-            sums[at] += length
-        for group, tokens in zip(groups, sums, strict=True):
-            padded = multiple_from(tokens, static_shapes.block)
-            bins.append(_Bin(member, tuple(group), targets, padded))
-    return bins
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +179,7 @@ class _LazyMicroBatches(Sequence[MicroBatch]):
     content.
     """
 
-    layout: Sequence[Sequence[_Bin]]
+    layout: Sequence[Sequence[Bin]]
     capacity: int
     block: int
     data: Sequence[TrainingData]
@@ -288,6 +213,7 @@ class _LazyMicroBatches(Sequence[MicroBatch]):
             block_request=np.full(n // block, -1, np.int32),
             first_visible_block=np.zeros(n // block, np.int32),
             blocks=sum(bin_.tokens for bin_ in contents) // block,
+            part=contents[0].part,
         )
         number = at = 0
         for bin_ in contents:
@@ -298,20 +224,26 @@ class _LazyMicroBatches(Sequence[MicroBatch]):
             for i in bin_.datum_ids:
                 datum, first = request.data[i], self.locations[bin_.member][i].first
                 length, k = datum.targets.shape
-                part = slice(first, first + length)
-                micro_batch.tokens[part] = datum.tokens
-                micro_batch.targets[part, :k] = datum.targets
-                micro_batch.positions[part] = np.arange(length, dtype=np.int32)
+                own = slice(0, length)
+                if bin_.part is not None:
+                    own = slice(bin_.skipped, min(bin_.skipped + bin_.tokens, length))
+                part = slice(first, first + own.stop - own.start)
+                micro_batch.tokens[part] = datum.tokens[own]
+                micro_batch.targets[part, :k] = datum.targets[own]
+                micro_batch.positions[part] = np.arange(own.start, own.stop, dtype=np.int32)
                 micro_batch.segment_ids[part] = number
-                micro_batch.weights[part, :k] = datum.weights
+                micro_batch.weights[part, :k] = datum.weights[own]
                 micro_batch.loss_id[part] = LOSS_NAMES.index(request.loss)
-                for name, values in (*request.config.items(), *datum.per_token.items()):
-                    getattr(micro_batch, _COLUMNS[name])[part] = values
+                for name, value in request.config.items():
+                    getattr(micro_batch, _COLUMNS[name])[part] = value
+                for name, values in datum.per_token.items():
+                    getattr(micro_batch, _COLUMNS[name])[part] = values[own]
                 number += 1
         # A block's first token belongs to a datum, never to padding, and no datum in it began
         # earlier.
-        starts = np.arange(0, n, block, dtype=np.int32)
-        micro_batch.first_visible_block[:] = (starts - micro_batch.positions[::block]) // block
+        if micro_batch.part is None:  # else the datum began in the first block of its first part
+            starts = np.arange(0, n, block, dtype=np.int32)
+            micro_batch.first_visible_block[:] = (starts - micro_batch.positions[::block]) // block
         return micro_batch
 
 
@@ -338,10 +270,23 @@ def unpack(
     """
     logprobs = []
     loss = 0.0
-    for datum, (micro_batch, first) in zip(data.data, packed.locations[member], strict=True):
+    for datum, place in zip(data.data, packed.locations[member], strict=True):
         n, k = datum.targets.shape
-        part = slice(first, first + n)
-        values = outputs[micro_batch].logprobs[part, :k]
+        of_datum = _of_datum(outputs, place, n)
+        values = of_datum.logprobs[:, :k]
         logprobs.append(values[:, 0] if datum.flat else values)
-        loss += float(outputs[micro_batch].loss[part].sum(dtype=np.float64))
+        loss += float(of_datum.loss.sum(dtype=np.float64))
     return logprobs, loss
+
+
+def _of_datum(
+    outputs: Sequence[MicroBatchOutput], place: DatumLocation, tokens: int
+) -> MicroBatchOutput:
+    """Return the outputs of a datum's tokens."""
+    micro_batch, first, part = place
+    if part is None:
+        return MicroBatchOutput(*(x[first : first + tokens] for x in outputs[micro_batch]))
+    mine = outputs[micro_batch : micro_batch - (-tokens // part)]
+    return MicroBatchOutput(
+        *(np.concatenate([x[:part] for x in field])[:tokens] for field in zip(*mine, strict=True))
+    )

@@ -17,7 +17,8 @@ from tests.support.nightly import at_night
 from tuneserve_engine.backend.base import SamplingRequest
 from tuneserve_engine.backend.hosts.meeting import Hosts
 from tuneserve_engine.backend.jax.hosts import agreed_terms, follow, lead
-from tuneserve_engine.backend.jax.memory.planner import Device
+from tuneserve_engine.backend.jax.memory.planner import Device, plan
+from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.backend_options import BackendOptions, PlanRequest
 
 ROOT = Path(__file__).parents[4]
@@ -25,7 +26,17 @@ WAIT_S = 300
 FOUR_HEADS = BIASED | {"num_key_value_heads": 4}
 
 
-def options(model: str, folder: str, devices: int) -> BackendOptions:
+LONG = FOUR_HEADS | {"max_position_embeddings": 2048}
+
+
+def options(model: str, folder: str, devices: int, long_bytes: int | None = None) -> BackendOptions:
+    """Return options; with ``long_bytes`` of memory, devices divide a datum of 2,048 tokens."""
+    asked = PlanRequest(
+        max_context_tokens=24, batch_tokens=128, chunk_tokens=64, max_rank=8, devices=devices
+    )
+    if long_bytes is not None:
+        memory = {"device_memory_bytes": long_bytes, "max_context_tokens": 2048}
+        asked = replace(asked, **memory, batch_tokens=None, sample_rows=1)
     return BackendOptions(
         base_model=model,
         base_model_revision=None,
@@ -37,18 +48,19 @@ def options(model: str, folder: str, devices: int) -> BackendOptions:
         pages_dir=Path(folder) / "pages",
         decompositions_dir=Path(folder) / "decompositions",
         min_free_bytes=0,
-        plan=PlanRequest(
-            max_context_tokens=24, batch_tokens=128, chunk_tokens=64, max_rank=8, devices=devices
-        ),
+        plan=asked,
     )
 
 
-def run_process(number: int, count: int, port: int, model: str, folder: str) -> None:
+def run_process(
+    number: int, count: int, port: int, model: str, folder: str, long_bytes: int | None
+) -> None:
     """Run one of ``count`` processes; the leader prints a digest of everything it computes."""
     from tuneserve_engine.backend.jax.backend import JaxBackend
 
+    print_all = print_bits if long_bytes is None else print_bits_of_divided
     if count == 1:
-        print_bits(JaxBackend.from_options(options(model, folder, int(folder[-1]))))
+        print_all(JaxBackend.from_options(options(model, folder, int(folder[-1]), long_bytes)))
         return
     hosts = Hosts(["127.0.0.1"] * count, number, port, KEY.encode())
     if number:
@@ -59,9 +71,10 @@ def run_process(number: int, count: int, port: int, model: str, folder: str) -> 
             on_end=lambda: os._exit(0),
             on_lost=fail,
         )
-    backend, own = lead(hosts, options(model, folder, 1), on_stop=lambda: None, on_lost=fail)
+    asked = options(model, folder, 1, long_bytes)
+    backend, own = lead(hosts, asked, on_stop=lambda: None, on_lost=fail)
     assert own.micro_batches_at_once == count
-    print_bits(backend)
+    print_all(backend)
     backend.end()
     os._exit(0)
 
@@ -97,11 +110,30 @@ def print_bits(backend: Any) -> None:
     print("bits", len(found), hashlib.sha256(b"".join(found)).hexdigest(), flush=True)
 
 
+def print_bits_of_divided(backend: Any) -> None:
+    """Train on datums of up to 2,048 tokens, and print the bits of results and gradients."""
+    import hashlib
+
+    from tests.engine.backend.jax.attention.test_divided import datum, request, run
+
+    shapes = backend.static_shapes
+    assert shapes.devices_per_datum > 1 and shapes.micro_batch_tokens < 1500
+    asked = [request("one", datum(2048), datum(30)), request("other", datum(1500))]
+    found = bits(list(run(backend, asked)))
+    print("bits", len(found), hashlib.sha256(b"".join(found)).hexdigest(), flush=True)
+
+
 def start(
-    number: int, count: int, port: int, model: Path, folder: Path, devices: int
+    number: int,
+    count: int,
+    port: int,
+    model: Path,
+    folder: Path,
+    devices: int,
+    long_bytes: int | None = None,
 ) -> "subprocess.Popen[str]":
     folder.mkdir(exist_ok=True)
-    arguments = number, count, port, str(model), str(folder)
+    arguments = number, count, port, str(model), str(folder), long_bytes
     environment = os.environ | {
         "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
@@ -134,6 +166,24 @@ def test_processes_have_the_bits_of_one_process_with_as_many_devices(
     (wanted,), (found,), *others = (printed(each) for each in (alone, *together))
     assert found == wanted
     assert others == [[]] * (count - 1)
+
+
+def test_processes_divide_a_datum_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    model = write_base_model(tmp_path / "model", LONG)
+    config, machine = ModelConfig.from_hf(LONG), Device("cpu", 2**40, 2**30, 2)
+    memory = next(
+        size
+        for size in range(100_000_000, 0, -1_000_000)
+        if plan(
+            config, machine, options(str(model), "", 2, size).plan
+        ).static_shapes.devices_per_datum
+        > 1
+    )
+    port = free_ports()
+    together = [start(number, 2, port, model, tmp_path / "group", 1, memory) for number in range(2)]
+    alone = start(0, 1, port, model, tmp_path / "2", 2, memory)
+    (wanted,), (found,), other = (printed(each) for each in (alone, *together))
+    assert found == wanted and other == []
 
 
 # --- the terms ----------------------------------------------------------------------------------

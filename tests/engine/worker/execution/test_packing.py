@@ -14,10 +14,10 @@ from tuneserve_engine.backend.base import LOSS_NAMES, MicroBatch, MicroBatchOutp
 from tuneserve_engine.backend.jax.training.rounds import rounds_of
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
+from tuneserve_engine.worker.execution.bins import bins_of
 from tuneserve_engine.worker.execution.packing import (
     PackedBatch,
     PackingRequest,
-    _bins_of,
     pack,
     unpack,
 )
@@ -55,6 +55,11 @@ def alone(*lengths: int, rank: int = 4) -> PackingRequest:
     return PackingRequest("a", rank, sft(*data))
 
 
+def firsts(batch: PackedBatch) -> list[list[tuple[int, int]]]:
+    """Return each datum's micro-batch and first token, by request."""
+    return [[place[:2] for place in places] for places in batch.locations]
+
+
 @st.composite
 def pack_requests(draw: st.DrawFn) -> PackingRequest:
     shapes = draw(
@@ -84,7 +89,7 @@ def runs(packed: Sequence[PackedBatch]) -> list[Run]:
     found = []
     for batch in packed:
         for index, places in zip(batch.members, batch.locations, strict=True):
-            for i, (number, first) in enumerate(places):
+            for i, (number, first, _) in enumerate(places):
                 micro_batch = batch.batch.micro_batches[number]
                 length = int((micro_batch.segment_ids == micro_batch.segment_ids[first]).sum())
                 found.append(Run(index, i, micro_batch, slice(first, first + length)))
@@ -180,7 +185,7 @@ def test_a_block_belongs_to_one_request_and_attends_from_the_start_of_its_datums
     blocks = np.arange(MICRO_BATCH // BLOCK)
     for batch in pack(requests, STATIC_SHAPES):
         found = runs([batch])
-        numbers = [number for places in batch.locations for number, _ in places]
+        numbers = [number for places in batch.locations for number, *_ in places]
         for number, micro_batch in enumerate(batch.batch.micro_batches):
             np.testing.assert_array_equal(
                 micro_batch.block_request >= 0, blocks < micro_batch.blocks
@@ -248,7 +253,7 @@ def test_micro_batches_of_one_target_come_before_those_of_many() -> None:
         (MICRO_BATCH, 1),
         (MICRO_BATCH, 64),
     ]
-    assert batch.locations == (((1, 0), (0, 0), (1, 5)),)
+    assert firsts(batch) == [[(1, 0), (0, 0), (1, 5)]]
 
 
 def layout(packed: list[PackedBatch], index: int) -> list[tuple[int, int, int, int]]:
@@ -292,7 +297,7 @@ def test_the_longest_datums_come_first_and_short_ones_fill_the_first_gap() -> No
     """30 leaves 2 of the 32 tokens of a bin, 20 leaves 12, and 40 is longer than a bin."""
     (batch,) = pack([alone(3, 30, 2, 40, 20, 9)], STATIC_SHAPES)
     # The bins are 40 | 30 + 2 | 20 + 9 + 3. Each is in a micro-batch of its own.
-    assert batch.locations == (((2, 29), (1, 0), (1, 30), (0, 0), (2, 0), (2, 20)),)
+    assert firsts(batch) == [[(2, 29), (1, 0), (1, 30), (0, 0), (2, 0), (2, 20)]]
     assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == [10, 8, 8]
 
 
@@ -364,14 +369,14 @@ def test_a_micro_batch_has_one_request_of_those_in_several(
             continue
         assert all(sum(counts[member] > 1 for member in members) <= 1 for members in inside)
         for member, index in enumerate(batch.members):
-            bins = _bins_of(member, requests[index].data, STATIC_SHAPES)
+            bins = bins_of(member, requests[index].data, STATIC_SHAPES)
             assert counts[member] == len(bins)
 
 
 def test_a_closed_micro_batch_gets_no_more_bins() -> None:
     """The third bin would fit after the first, but its blocks would come too early there."""
     (batch,) = pack([alone(40), alone(40), alone(16)], STATIC_SHAPES)
-    assert batch.locations == (((0, 0),), ((1, 0),), ((1, 40),))
+    assert firsts(batch) == [[(0, 0)], [(1, 0)], [(1, 40)]]
 
 
 @given(companies)

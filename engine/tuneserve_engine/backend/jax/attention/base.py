@@ -22,7 +22,7 @@ class Visibility(NamedTuple):
     blocks: Int[Array, ""]  # number of used blocks; later blocks are neither read nor written
 
 
-class Share(NamedTuple):
+class OwnBlocks(NamedTuple):
     """A device's share of a micro-batch that several devices divide among them.
 
     Blocks are numbered over all devices: ``Visibility`` is that of all blocks, and keys and values

@@ -25,7 +25,7 @@ from tuneserve_engine.backend.jax.attention.base import (
     UNSEEN,
     Attended,
     AttentionGradient,
-    Share,
+    OwnBlocks,
     Visibility,
     Windows,
     next_window,
@@ -67,7 +67,7 @@ def attend_blocks(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int = 0,
     attended_base: Int[Array, ""] | int = 0,
-    share: Share | None = None,
+    share: OwnBlocks | None = None,
     implementation: Implementation | None = None,
 ) -> Attended:
     """Write ``softmax(q k / sqrt(H)) v`` to the micro-batch's used blocks of ``into``; return
@@ -124,7 +124,7 @@ def attend_blocks_backward(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int = 0,
     attended_base: Int[Array, ""] | int = 0,
-    share: Share | None = None,
+    share: OwnBlocks | None = None,
     implementation: Implementation | None = None,
 ) -> AttentionGradient:
     """Write gradients of q, k and v, from the output's, to the used blocks of ``into``.

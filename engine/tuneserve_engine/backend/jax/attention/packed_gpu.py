@@ -28,7 +28,7 @@ from tuneserve_engine.backend.jax.attention.base import (
     UNSEEN,
     Attended,
     AttentionGradient,
-    Share,
+    OwnBlocks,
     Visibility,
     Windows,
     next_window,
@@ -66,7 +66,7 @@ def attend(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int,
     attended_base: Int[Array, ""] | int,
-    share: Share | None = None,
+    share: OwnBlocks | None = None,
     interpret: bool,
 ) -> Attended:
     """See ``packed.attend_blocks``."""
@@ -96,7 +96,7 @@ def attend_backward(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int,
     attended_base: Int[Array, ""] | int,
-    share: Share | None = None,
+    share: OwnBlocks | None = None,
     interpret: bool,
 ) -> AttentionGradient:
     """See ``packed.attend_blocks_backward``."""
@@ -267,7 +267,7 @@ def _call(  # noqa: PLR0913
 
 
 def _layout(
-    seen: Visibility, head_dim: int, base: Any, attended_base: Any, share: Share | None
+    seen: Visibility, head_dim: int, base: Any, attended_base: Any, share: OwnBlocks | None
 ) -> _Layout:
     index = jnp.arange(seen.start.shape[0], dtype=jnp.int32)
     # Starts never decrease: the used query blocks that meet block j are j to the last whose start
@@ -275,12 +275,14 @@ def _layout(
     meets = (seen.start[None, :] <= index[:, None]) & (index < seen.blocks)[None, :]
     stop = meets.sum(1, dtype=jnp.int32)
     first, blocks, key_base = (0, seen.blocks, base) if share is None else (*share[:2], 0)
-    bases = (jnp.asarray(x, jnp.int32) for x in (base, key_base, attended_base, first))
     return _Layout(
         jnp.float32(head_dim**-0.5),
         blocks,
         seen.blocks,
-        *bases,
+        jnp.asarray(base, jnp.int32),
+        jnp.asarray(key_base, jnp.int32),
+        jnp.asarray(attended_base, jnp.int32),
+        jnp.asarray(first, jnp.int32),
         seen.start,
         stop,
         seen.segment_ids,

@@ -74,7 +74,8 @@ class Footprint(Sizes):
         """
         if not has_kernels(self.config, self.shape.device_kind):
             gathered = (self.gathered,) if self.gathered.bytes else ()
-            return self.micro_batch, self.chunk, self.logits, self.head_adapters, *gathered
+            parts = self.micro_batch, self.chunk, self.logits, self.head_adapters
+            return *parts, *gathered, *self.divided
         tokens, item = self.head_chunk_tokens, self.shape.item
         logits = Logits(tokens, self.logits.bytes, 4 * tokens * self.config.vocab_size)
         shapes = self.shape.static_shapes
@@ -83,7 +84,22 @@ class Footprint(Sizes):
         layer = LayerRoom(copied, self.shape.remat in ("attention", "full"))
         sizes = [f(self.config, shapes, item, layer, logits) for f in (trained_bytes, scored_bytes)]
         how = f"{sizes[0]:,} bytes in training, or {sizes[1]:,} in scoring"
-        return (Line("a micro-batch in progress", how, max(sizes)),)
+        return (Line("a micro-batch in progress", how, max(sizes)), *self.divided)
+
+    @property
+    def divided(self) -> tuple[Line, ...]:
+        """The keys and values of all devices, of one layer, if they divide a datum.
+
+        Each is there in one array, has a float32 gradient, and one gradient at a time is exchanged.
+        """
+        c, shapes = self.config, self.shape.static_shapes
+        if shapes.devices_per_datum == 1:
+            return ()
+        tokens = shapes.devices_per_datum * shapes.micro_batch_tokens
+        width = c.kv_heads * c.head_dim
+        each = 2 * self.shape.item + 2 * 4 + 2 * 4
+        how = f"{tokens:,} tokens * {width:,} * {each} bytes"
+        return (Line("keys and values of a divided datum", how, tokens * width * each),)
 
     @property
     def sampling(self) -> SamplingRoom:

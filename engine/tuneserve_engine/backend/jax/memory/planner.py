@@ -92,9 +92,10 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
     If memory is short, the planner first gives up room for snapshots, which can be read again from
     their files. Then it gives up long micro-batches, then three quarters of the KV pages with which
     all decode slots could be as long as the context, then the fastest ``remat``, then further KV
-    pages, then slots, and high ranks last. A worker that only samples has no part of training; the
-    memory that is left is for snapshots. With ``devices`` auto, it takes the fewest devices on
-    which the model fits, of one, two, four and so on.
+    pages. Then devices divide a datum that is longer than a micro-batch, which then has the bits of
+    this number of devices. Then it gives up slots, and high ranks last. A worker that only samples
+    has no part of training; the memory that is left is for snapshots. With ``devices`` auto, it
+    takes the fewest devices on which the model fits, of one, two, four and so on.
     """
     if request.devices != "auto":
         if request.devices > device.count:
@@ -182,8 +183,12 @@ def _shapes(
     chunk = request.chunk_tokens or (_CPU_CHUNK_TOKENS if is_cpu else _CHUNK_TOKENS)
     remats = _FASTEST_FIRST if request.remat == "auto" else (request.remat,)
     default_tokens = _CPU_MICRO_BATCH_TOKENS if is_cpu else _MICRO_BATCH_TOKENS
-    least = max(context, longest_bin(chunk))  # bits depend on the packing of a bin
-    lengths = _halves(request.batch_tokens, default_tokens, least)
+    longest = {each: -(-context // each) for each in (1, devices)}  # by devices per datum
+    lengths = {
+        # Bits depend on the packing of a bin.
+        each: _halves(request.batch_tokens, default_tokens, max(tokens, longest_bin(chunk)))
+        for each, tokens in longest.items()
+    }
     if request.sample_only:
         yield from _shapes_to_train(config, device, request, devices)
     rows = request.sample_rows
@@ -193,20 +198,22 @@ def _shapes(
     for ranks, least_slots in _rank_buckets(request.max_rank):
         slots_choices = _halves(request.request_slots, _REQUEST_SLOTS, least_slots)
         choices = (
-            (slots, *rest)
+            (slots, each, *rest)
             for slots in slots_choices
+            for each, tokens in lengths.items()
             for rest in (
-                *product(remats, pages[:_QUARTER], lengths, snapshots),
-                *product(remats[-1:], pages[_QUARTER:], lengths[-1:], snapshots[-1:]),
+                *product(remats, pages[:_QUARTER], tokens, snapshots),
+                *product(remats[-1:], pages[_QUARTER:], tokens[-1:], snapshots[-1:]),
             )
         )
-        for slots, remat, held, tokens, kept in choices:
+        for slots, each, remat, held, tokens, kept in choices:
             static_shapes = StaticShapes(
                 context,
                 chunk=chunk,
                 requested_tokens=tokens,
                 request_slots=slots,
                 rank_buckets=ranks,
+                devices_per_datum=each,
             )
             yield EngineShape(
                 *(static_shapes, remat, rows, kept, dtype, device.kind, held, devices),

@@ -122,6 +122,7 @@ def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
         "context_tokens": static_shapes.context_length,
         "batch_tokens": static_shapes.micro_batch_tokens,
         "chunk_tokens": static_shapes.chunk,
+        "devices_per_datum": static_shapes.devices_per_datum,
         "remat": found.remat,
         "request_slots": {rank: static_shapes.slots(rank) for rank in static_shapes.rank_buckets},
         "sample_rows": found.sample_rows,
@@ -150,6 +151,8 @@ def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
             f"training: remat {found.remat}, micro-batches of {static_shapes.micro_batch_tokens} "
             f"tokens, chunks of {static_shapes.chunk} tokens"
         )
+        if static_shapes.devices_per_datum > 1:
+            yield "datums longer than a micro-batch are divided among the devices"
         yield f"requests in one batch: {slots}"
     yield (
         f"context of {static_shapes.context_length} tokens, {found.sample_rows} sequences decoded "

@@ -19,9 +19,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tuneserve_engine.backend.jax.attention.base import Attended, Visibility
+from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
+from tuneserve_engine.backend.jax.attention.divided import (
+    Divided,
+    attend_divided,
+    attend_divided_backward,
+)
 from tuneserve_engine.backend.jax.attention.packed import (
     attend_blocks,
+    attend_blocks_backward,
     key_blocks,
     query_blocks,
     token_rows,
@@ -49,13 +55,20 @@ Sliced = tuple[dict[str, Array], Int[Array, ""]]
 
 
 class PackedTokens(NamedTuple):
-    """The part of a micro-batch that the layers read. ``slot`` is each block's adapter slot."""
+    """The part of a micro-batch that the layers read. ``slot`` is each block's adapter slot.
+
+    With ``divided``, attention is that of a micro-batch of which each device has some blocks.
+    """
 
     positions: Int[Array, "n S"]
     segment_ids: Int[Array, "n S"]  # -1 on padding
     start: Int[Array, " n"]  # the first block that this block's tokens see
     blocks: Int[Array, ""]  # number of used blocks
     slot: Int[Array, " n"]
+    divided: Divided | None = None
+
+    def seen(self) -> Visibility:
+        return Visibility(self.segment_ids, self.positions, self.start, self.blocks)
 
 
 class Attention(NamedTuple):
@@ -215,20 +228,26 @@ class LayerPass:
 
     def attend(self, attention: Attention, base: Any, attended_base: Any) -> Attention:
         """Return ``attention`` with the result of attention."""
-        attended = attend_blocks(
-            attention.q,
-            attention.k,
-            attention.v,
-            self.seen(),
-            attention.attended,
-            base=base,
-            attended_base=attended_base,
-        )
+        qkv, into, packed = attention[:3], attention.attended, self.packed
+        bases = {"base": base, "attended_base": attended_base}
+        if packed.divided is None:
+            attended = attend_blocks(*qkv, packed.seen(), into, **bases)
+        else:
+            blocks = packed.slot.shape[0]
+            attended = attend_divided(*qkv, packed.divided, into, blocks=blocks, **bases)
         return attention._replace(attended=attended)
 
-    def seen(self) -> Visibility:
+    def attend_backward(
+        self, attention: Attention, gradient: Array, into: AttentionGradient, bases: dict[str, Any]
+    ) -> AttentionGradient:
+        """Return the gradients of q, k and v, from that of attention's result.
+
+        ``bases`` are ``base`` and ``attended_base``.
+        """
         packed = self.packed
-        return Visibility(packed.segment_ids, packed.positions, packed.start, packed.blocks)
+        if packed.divided is None:
+            return attend_blocks_backward(*attention, gradient, packed.seen(), into, **bases)
+        return attend_divided_backward(*attention, gradient, packed.divided, into, **bases)
 
     def finish(self, x: Array, at: Array, attention: Attention, into: Array) -> Array:
         """Return ``into`` with the layer's output of the chunk."""

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from tuneserve_engine.backend.jax.attention.divided import Divided
+from tuneserve_engine.backend.jax.mesh import DEVICES
 from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.layers import rms_norm
 from tuneserve_engine.backend.jax.model.lora import float32_product
@@ -77,12 +79,13 @@ def score_lm_head(  # noqa: PLR0913
     *,
     eps: float,
     chunk_blocks: int,
+    divided: Divided | None = None,
 ) -> HeadScored:
     """Return each token's loss, and the log probability of each target under the full softmax.
 
     Logprobs are float32; they are NaN for target ids out of range.
     """
-    run = _HeadPass(head, adapters, eps, chunk_blocks)
+    run = _HeadPass(head, adapters, eps, chunk_blocks, divided)
     rows = run.rows(x, targets, inputs, blocks, used)
 
     def one(at: Array, out: HeadScored) -> HeadScored:
@@ -106,6 +109,7 @@ def train_lm_head(  # noqa: PLR0913
     *,
     eps: float,
     chunk_blocks: int,
+    divided: Divided | None = None,
 ) -> HeadTrained:
     """Return what ``score_lm_head`` returns, the gradient of the losses' sum, and the gradient
     slots.
@@ -113,7 +117,7 @@ def train_lm_head(  # noqa: PLR0913
     The gradient is with respect to ``x``. the gradient slots holds each request's gradient of its
     adapter's part of the head: zero if the adapter does not train it.
     """
-    run = _HeadPass(head, adapters, eps, chunk_blocks)
+    run = _HeadPass(head, adapters, eps, chunk_blocks, divided)
     rows = run.rows(x, targets, inputs, blocks, used)
 
     def one(at: Array, state: tuple[HeadScored, Array, Any]) -> Any:
@@ -190,6 +194,7 @@ class _HeadPass(NamedTuple):
     adapters: HeadAdapters
     eps: float
     chunk: int  # C
+    divided: Divided | None  # if the blocks are a device's part of a datum
 
     def rows(
         self, x: Array, targets: Array, inputs: LossInputs, owners: BlockOwners, used: Array
@@ -216,10 +221,18 @@ class _HeadPass(NamedTuple):
             return result
 
         def measured() -> Array:
-            return sequence_log_ratios(self.each_chunk(used, one, log_ratio), inputs)
+            first_lp = self.each_chunk(used, one, log_ratio)
+            if self.divided is None:
+                return sequence_log_ratios(first_lp, inputs)
+            all_lp, everything = jax.tree.map(self.divided.of_all, (first_lp, inputs))
+            ratios: Array = self.divided.own(sequence_log_ratios(all_lp, everything), x.shape[0])
+            return ratios
 
+        is_any = jnp.any(is_gspo)
+        if self.divided is not None:  # all devices have to take the same branch
+            is_any = jnp.any(lax.all_gather(is_any, DEVICES))
         with jax.named_scope("gspo"):
-            return rows._replace(log_ratio=lax.cond(jnp.any(is_gspo), measured, lambda: log_ratio))
+            return rows._replace(log_ratio=lax.cond(is_any, measured, lambda: log_ratio))
 
     def each_chunk(self, used: Array, body: Callable[[Array, State], State], state: State) -> State:
         """Run ``body(first block, state)`` for every chunk with a used block."""

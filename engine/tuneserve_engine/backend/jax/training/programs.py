@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
+from tuneserve_engine.backend.jax.attention.divided import divided_among_devices
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.model.layer_stack import PackedTokens, write_blocks
 from tuneserve_engine.backend.jax.model.lora import LoraRows
@@ -42,10 +43,15 @@ class DeviceMicroBatch(NamedTuple):
     layers: PackedTokens
     owners: BlockOwners
 
-    def of_device(self) -> "DeviceMicroBatch":
-        """Return the micro-batch of a device, in a program that may run on several."""
-        blocks = jnp.reshape(self.layers.blocks, ())
-        return self._replace(layers=self.layers._replace(blocks=blocks))
+    def of_device(self, *, is_divided: bool) -> "DeviceMicroBatch":
+        """Return the micro-batch of a device, in a program that may run on several.
+
+        With ``is_divided``, it is a device's part of one that all of them have.
+        """
+        layers = self.layers._replace(blocks=jnp.reshape(self.layers.blocks, ()))
+        if is_divided:
+            layers = layers._replace(divided=divided_among_devices(layers.seen()))
+        return self._replace(layers=layers)
 
     @classmethod
     def from_host(
@@ -104,19 +110,22 @@ class TrainedMicroBatch(NamedTuple):
     gradient_slots: LoraWeights
 
 
-def train_micro_batch(
+def train_micro_batch(  # noqa: PLR0913
     model: Decoder,
     space: Any,
     gradient_slots: LoraWeights,
     adapter_slots: AdapterSlots,
     micro_batch: DeviceMicroBatch,
+    *,
+    is_divided: bool = False,
 ) -> TrainedMicroBatch:
     """Return losses of the micro-batch, and the gradient slots with each request's gradient.
 
     A request's gradient overwrites what its gradient slot held. ``space`` is a ``Workspace``; the
-    model is in training mode.
+    model is in training mode. With ``is_divided``, devices have parts of one micro-batch, and each
+    slot holds a part of the gradient.
     """
-    micro_batch = micro_batch.of_device()
+    micro_batch = micro_batch.of_device(is_divided=is_divided)
     hidden, taped = model.forward_layers(
         model.embedded(micro_batch.tokens), micro_batch.layers, _rows(adapter_slots), space=space
     )
@@ -126,6 +135,7 @@ def train_micro_batch(
         {"a": gradient_slots.a[UNEMBED], "b": gradient_slots.b[UNEMBED]},
         eps=model.config.rms_eps,
         chunk_blocks=_head_blocks(model),
+        divided=micro_batch.layers.divided,
     )
     gradient_slots = LoraWeights(
         {**gradient_slots.a, UNEMBED: head.gradient_slots["a"]},
@@ -138,10 +148,14 @@ def train_micro_batch(
 
 
 def score_micro_batch(
-    model: Decoder, adapter_slots: AdapterSlots, micro_batch: DeviceMicroBatch
+    model: Decoder,
+    adapter_slots: AdapterSlots,
+    micro_batch: DeviceMicroBatch,
+    *,
+    is_divided: bool = False,
 ) -> ScoredMicroBatch:
     """Score a micro-batch as ``train_micro_batch``, without gradients, in evaluation mode."""
-    micro_batch = micro_batch.of_device()
+    micro_batch = micro_batch.of_device(is_divided=is_divided)
     hidden, _ = model.forward_layers(
         model.embedded(micro_batch.tokens), micro_batch.layers, _rows(adapter_slots)
     )
@@ -150,6 +164,7 @@ def score_micro_batch(
         micro_batch.layers.blocks,
         eps=model.config.rms_eps,
         chunk_blocks=_head_blocks(model),
+        divided=micro_batch.layers.divided,
     )
     return ScoredMicroBatch(head.logprobs, head.loss)
 

@@ -20,12 +20,12 @@ from tuneserve_engine.core.shapes import StaticShapes
 def rounds_of(micro_batches: Sequence[MicroBatch], count: int) -> Iterator[list[MicroBatch]]:
     """Yield up to ``count`` micro-batches at a time, in order.
 
-    The micro-batches of a round have the same number of targets per token. Each is made only when
-    it is due.
+    The micro-batches of a round have the same number of targets per token, and the parts of a
+    divided datum are a round. Each micro-batch is made only when it is due.
     """
     due: list[MicroBatch] = []
     for micro_batch in micro_batches:
-        if due and micro_batch.targets.shape != due[0].targets.shape:
+        if due and not _may_join(micro_batch, due[0]):
             yield due
             due = []
         due.append(micro_batch)
@@ -34,6 +34,13 @@ def rounds_of(micro_batches: Sequence[MicroBatch], count: int) -> Iterator[list[
             due = []
     if due:
         yield due
+
+
+def _may_join(micro_batch: MicroBatch, first: MicroBatch) -> bool:
+    """Return whether the micro-batch may be in the round that ``first`` began."""
+    if micro_batch.targets.shape != first.targets.shape or micro_batch.part == 0:
+        return False
+    return (micro_batch.part is None) == (first.part is None)
 
 
 def scores_of_all(program: Callable[..., Any], devices: int) -> Callable[..., Any]:
@@ -63,7 +70,7 @@ def round_specs(static_shapes: StaticShapes, targets: int, devices: int) -> Any:
     def floats(*shape: int) -> FloatArray:
         return np.zeros(shape, np.float32)
 
-    fields: dict[str, Any] = {name: floats(n) for name in MicroBatch._fields}
+    fields: dict[str, Any] = {name: floats(n) for name in MicroBatch._fields if name != "part"}
     fields |= {name: ints(n) for name in ("tokens", "positions", "segment_ids", "loss_id")}
     fields |= {name: ints(blocks) for name in ("block_request", "first_visible_block")}
     fields |= {"targets": ints(n, targets), "weights": floats(n, targets), "blocks": 0}
@@ -85,7 +92,8 @@ def joined(due: Sequence[MicroBatch], count: int, block: int, first_slot: int) -
 
 
 def _without_blocks(like: MicroBatch) -> MicroBatch:
-    fields: dict[str, Any] = {name: np.zeros_like(x) for name, x in like._asdict().items()}
+    arrays = like._replace(part=None)._asdict()
+    fields: dict[str, Any] = {name: np.zeros_like(x) for name, x in arrays.items() if x is not None}
     for name in ("segment_ids", "block_request"):
         fields[name] = np.full_like(fields[name], -1)
     return MicroBatch(**{**fields, "blocks": 0})

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
 from tuneserve_engine.backend.jax.attention.base import AttentionGradient
-from tuneserve_engine.backend.jax.attention.packed import attend_blocks_backward
 from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.block import AFTER, BEFORE, DOTS, Layer
 from tuneserve_engine.backend.jax.model.block_lora import BlockLora
@@ -167,17 +166,8 @@ class TrainingPass:
         dx, dattended, gradient_slots = run.each_chunk(
             after, (space.dx, space.dattended, gradient_slots)
         )
-        dqkv = attend_blocks_backward(
-            tape.attention.q,
-            tape.attention.k,
-            tape.attention.v,
-            tape.attention.attended,
-            dattended,
-            run.seen(),
-            space.dqkv,
-            base=base,
-            attended_base=attended_base,
-        )
+        bases = {"base": base, "attended_base": attended_base}
+        dqkv = run.attend_backward(tape.attention, dattended, space.dqkv, bases)
         dx, gradient_slots = run.each_chunk(before, (dx, gradient_slots))
         return Workspace(tape, dx, dattended, dqkv), gradient_slots
 

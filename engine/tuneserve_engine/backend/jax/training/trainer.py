@@ -2,25 +2,19 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from tuneserve_engine.adapters.kinds.base import AdapterKind
 from tuneserve_engine.adapters.state import AdapterState
-from tuneserve_engine.backend.base import (
-    MicroBatch,
-    TrainBatch,
-    TrainResult,
-)
+from tuneserve_engine.backend.base import MicroBatch, TrainBatch, TrainResult
 from tuneserve_engine.backend.jax.adapters.arrays import (
     LORA,
     LoraWeights,
-    TargetShapes,
     TrainingAdapter,
     exported_state,
     in_tree,
@@ -28,33 +22,24 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     target_shapes,
 )
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
-from tuneserve_engine.backend.jax.mesh import OWN, WHOLE, DeviceMesh, Parts
+from tuneserve_engine.backend.jax.mesh import OWN, WHOLE, Parts
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import Program, ProgramRegistry
 from tuneserve_engine.backend.jax.training.adamw import adamw_step, start_step, step_scalars
 from tuneserve_engine.backend.jax.training.adapter_slots import (
-    AdapterSlots,
     accumulate_slot,
     is_sum_finite,
-    new_adapter_slots,
     new_gradient_slots,
     write_slot,
 )
 from tuneserve_engine.backend.jax.training.gradient_sums import GradientSums
 from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms, specs_of
-from tuneserve_engine.backend.jax.training.programs import (
-    ScoredMicroBatch,
-    TrainedMicroBatch,
-    score_micro_batch,
-    space_shapes,
-    train_micro_batch,
+from tuneserve_engine.backend.jax.training.micro_batch_programs import (
+    MicroBatchPrograms,
+    new_slots,
 )
-from tuneserve_engine.backend.jax.training.rounds import (
-    joined,
-    round_specs,
-    rounds_of,
-    scores_of_all,
-)
+from tuneserve_engine.backend.jax.training.programs import ScoredMicroBatch
+from tuneserve_engine.backend.jax.training.rounds import joined, rounds_of
 from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, TrainingCounts
 from tuneserve_engine.backend.jax.training.slots import BatchSlots, GradientsLost, RankSlots
 from tuneserve_engine.backend.jax.training.tape import Workspace
@@ -64,7 +49,6 @@ from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 logger = logging.getLogger(__name__)
 
 _OF_SLOTS = Parts((WHOLE, OWN, WHOLE, WHOLE), WHOLE)
-_TRAINED = TrainedMicroBatch(WHOLE, OWN, OWN)  # type: ignore[arg-type]
 _ATTEMPTS = 3
 """How often a batch restarts because a batch that interrupted it failed.
 
@@ -84,25 +68,8 @@ class Trainer:
     ) -> None:
         self._static_shapes = static_shapes
         self._shapes = target_shapes(model.config)
-        by = "by rank bucket, targets per token and blocks"
-        model.eval()  # type: ignore[no-untyped-call]
         self._mesh = programs.mesh
-        self._score = programs.add_program(
-            "score_micro_batch",
-            scores_of_all(score_micro_batch, self._mesh.count),
-            use=f"forward {by}",
-            model=model,
-            parts=Parts((WHOLE, OWN), WHOLE),
-        )
-        model.train()  # type: ignore[no-untyped-call]
-        self._train = programs.add_program(
-            "train_micro_batch",
-            scores_of_all(train_micro_batch, self._mesh.count),
-            use=f"forward_backward {by}",
-            model=model,
-            donate=(0, 1),
-            parts=Parts((OWN, OWN, WHOLE, OWN), _TRAINED),
-        )
+        self._micro_batches = MicroBatchPrograms(programs, model, static_shapes)
         gradients = "forward_backward by rank bucket"
         self._write_slot = programs.add_program(
             "write_slot", write_slot, use=gradients, donate=(0,)
@@ -122,22 +89,18 @@ class Trainer:
             "adamw_step", adamw_step, use="optim_step by rank bucket", donate=(0, 1, 2, 3)
         )
         self._kinds = KindPrograms(programs, self._shapes, static_shapes)
-        # Programs keep it, so it must not keep this trainer, which has the buffers.
-        self._specs_of_space = cache(partial(_specs_of_space, model, self._shapes, static_shapes))
         self._space: Workspace | None = None  # only one exists at a time
         self._space_blocks = 0  # of the newest workspace
-        self._empty_space = cache(partial(_empty_space, programs, self._specs_of_space))
         self._empties: dict[int, tuple[Program, Program]] = {}
         self._slots = self._empty_slots(programs, gradients)
         self.counts = TrainingCounts()
-        model.eval()  # type: ignore[no-untyped-call]
 
     def _empty_slots(self, programs: ProgramRegistry, use: str) -> dict[int, RankSlots]:
         """Add the programs that allocate slots; return the slots of each rank bucket."""
         slots = {}
         for rank in self._static_shapes.rank_buckets:
-            new_slots = partial(_new_slots, self._shapes, self._static_shapes, rank)
-            empty_slots = programs.add_program("empty_slots", new_slots, use=use)
+            empty = partial(new_slots, self._shapes, self._static_shapes, rank)
+            empty_slots = programs.add_program("empty_slots", empty, use=use)
             count = self._static_shapes.slots(rank)
             new_gradients = partial(new_gradient_slots, self._shapes, rank, count)
             empty_gradients = programs.add_program(
@@ -257,20 +220,22 @@ class Trainer:
         slots = running.claimed.slots
         rows, _, targets = device_batch.targets.shape
         blocks = rows // self._mesh.count
-        key = (slots.rank_bucket, targets, blocks)
+        key, is_divided = (slots.rank_bucket, targets, blocks), due[0].part is not None
         if running.batch.forward_only:
-            out: ScoredMicroBatch = self._score(key, slots.adapter_slots, device_batch)
+            score = self._micro_batches.score[is_divided]
+            out: ScoredMicroBatch = score(key, slots.adapter_slots, device_batch)
             return out
 
         if self._space is None or self._space_blocks != blocks:
             self._space = None  # frees its memory before the other is allocated
             self._space_blocks = blocks
-            self._space = self._empty_space(blocks)(blocks)
+            self._space = self._micro_batches.empty_space(blocks)(blocks)
 
         earlier = self._sums.earlier(running, due)
         space, gradient_slots = self._space, slots.gradient_slots
         self._space = slots.gradient_slots = None  # donated: an exception leaves neither
-        trained = self._train(key, space, gradient_slots, slots.adapter_slots, device_batch)
+        train = self._micro_batches.train[is_divided]
+        trained = train(key, space, gradient_slots, slots.adapter_slots, device_batch)
         self._space, gradient_slots = trained.space, trained.gradient_slots
         slots.gradient_slots = self._sums.added(gradient_slots, running, due, earlier)
         return trained.out  # type: ignore[no-any-return]
@@ -323,24 +288,17 @@ class Trainer:
     def declare(self) -> None:
         """Declare all programs, low ranks and single targets first: most requests use those."""
         blocks = self._static_shapes.micro_batch_tokens // self._static_shapes.block
-        self._empty_space(blocks).declare(blocks, order=0)
+        self._micro_batches.empty_space(blocks).declare(blocks, order=0)
         index, flag = np.int32(0), np.bool_(False)
         for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
-            new_slots = partial(_new_slots, self._shapes, self._static_shapes, rank_bucket)
-            adapter_slots = jax.eval_shape(new_slots)
+            empty = partial(new_slots, self._shapes, self._static_shapes, rank_bucket)
+            adapter_slots = jax.eval_shape(empty)
             for each in self._empties[rank_bucket]:
                 each.declare(rank_bucket, order=order)
             one = LoraWeights(adapter_slots.a, adapter_slots.b)
             gradient_slots = self._mesh.of_all(one)
             weights = self._adapter_specs(rank_bucket)
-            for targets in self._static_shapes.target_buckets:
-                device_batch = round_specs(self._static_shapes, targets, self._mesh.count)
-                key, late = (rank_bucket, targets, blocks), order + (targets > 1)
-                arguments = gradient_slots, adapter_slots, device_batch
-                space = self._mesh, self._specs_of_space, blocks
-                specs = partial(_train_specs, *space, arguments)
-                self._train.declare_later(key, specs, order=late)
-                self._score.declare(key, adapter_slots, device_batch, order=late + 1)
+            self._micro_batches.declare(rank_bucket, adapter_slots, gradient_slots, order)
             self._sums.declare(rank_bucket, one, gradient_slots, order)
             self._write_slot.declare(
                 rank_bucket, adapter_slots, index, weights, np.float32(0), flag, order=order
@@ -358,42 +316,3 @@ class Trainer:
 
     def _adapter_specs(self, rank_bucket: int) -> Any:
         return in_tree(specs_of(part_shapes(self._shapes, rank_bucket, LORA)))
-
-
-def _new_slots(shapes: TargetShapes, static_shapes: StaticShapes, rank_bucket: int) -> AdapterSlots:
-    return new_adapter_slots(shapes, rank_bucket, static_shapes.slots(rank_bucket))
-
-
-def _specs_of_space(
-    model: Decoder, shapes: TargetShapes, static_shapes: StaticShapes, blocks: int
-) -> Any:
-    """Return the specs of the workspace for ``blocks`` blocks. Tracing them takes time.
-
-    It has room for the highest rank bucket, so that one workspace serves all of them.
-    """
-    new_slots = partial(_new_slots, shapes, static_shapes, static_shapes.max_rank)
-    adapter_slots = jax.eval_shape(new_slots)
-    return space_shapes(model, adapter_slots, blocks)
-
-
-def _empty_space(
-    programs: ProgramRegistry, specs_of_space: Callable[[int], Any], blocks: int
-) -> Program:
-    """Return a new program without arguments, whose result is a workspace of zeros."""
-
-    def empty() -> Any:
-        specs = specs_of_space(blocks)
-        return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), specs)
-
-    return programs.add_program(
-        "empty_space", empty, use="forward_backward by blocks", parts=Parts((), OWN)
-    )
-
-
-def _train_specs(
-    mesh: DeviceMesh,
-    specs_of_space: Callable[[int], Any],
-    blocks: int,
-    arguments: tuple[Any, ...],
-) -> tuple[Any, ...]:
-    return (mesh.of_all(specs_of_space(blocks)), *arguments)

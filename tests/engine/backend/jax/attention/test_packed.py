@@ -19,7 +19,7 @@ from tuneserve_engine.backend.jax.attention import packed_gpu
 from tuneserve_engine.backend.jax.attention.base import (
     Attended,
     AttentionGradient,
-    Share,
+    OwnBlocks,
     Visibility,
 )
 from tuneserve_engine.backend.jax.attention.packed import (
@@ -339,7 +339,7 @@ def test_devices_that_share_a_datum_have_the_bits_of_one(
 
     @jax.jit
     def run_share(first: jax.Array, blocks: jax.Array) -> tuple[Attended, AttentionGradient]:
-        share = Share(first, blocks, size)
+        share = OwnBlocks(first, blocks, size)
 
         def mine(x: jax.Array) -> jax.Array:
             room = jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1)), constant_values=7)

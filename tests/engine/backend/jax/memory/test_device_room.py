@@ -126,7 +126,7 @@ def test_a_failure_after_dispatch_does_not_affect_later_batches(
     for name in ("unlucky", "undisturbed"):
         backend.create_adapter(name, CONFIG)
     micro_batch = micro_batch_of((0, datum(1, 11)))
-    train = backend._trainer._train
+    train = backend._trainer._micro_batches.train[False]
 
     def fail_later(*args: Any) -> Any:
         trained = train(*args)
@@ -136,7 +136,7 @@ def test_a_failure_after_dispatch_does_not_affect_later_batches(
         return trained
 
     before = state_of(backend, "unlucky")
-    monkeypatch.setattr(backend._trainer, "_train", fail_later)
+    monkeypatch.setitem(backend._trainer._micro_batches.train, False, fail_later)
     with pytest.raises(OutOfMemory):
         backend.forward_backward(batch_of(["unlucky"], [micro_batch]))
     monkeypatch.undo()
@@ -147,7 +147,7 @@ def test_a_failure_after_dispatch_does_not_affect_later_batches(
     assert_same(state_of(backend, "unlucky"), state_of(backend, "undisturbed"))
 
 
-@pytest.mark.parametrize(("program", "forward_only"), [("_train", False), ("_score", True)])
+@pytest.mark.parametrize(("program", "forward_only"), [("train", False), ("score", True)])
 def test_one_micro_batch_runs_at_a_time_and_the_device_is_free_in_between(
     backend: JaxBackend,
     micro_batch_of: Any,
@@ -161,7 +161,8 @@ def test_one_micro_batch_runs_at_a_time_and_the_device_is_free_in_between(
     micro_batches = [micro_batch_of((0, datum(seed, 5 + seed))) for seed in range(5)]
     running_samples: list[Any] = []
     most = 0
-    run: Callable[..., Any] = getattr(backend._trainer, program)
+    programs: dict[bool, Any] = getattr(backend._trainer._micro_batches, program)
+    run: Callable[..., Any] = programs[False]
     fetch = jax.device_get
 
     def noting(*args: Any) -> Any:
@@ -175,7 +176,7 @@ def test_one_micro_batch_runs_at_a_time_and_the_device_is_free_in_between(
         running_samples[:] = [each for each in running_samples if each is not tree]
         return fetch(tree)
 
-    monkeypatch.setattr(backend._trainer, program, noting)
+    monkeypatch.setitem(programs, False, noting)
     monkeypatch.setattr(jax, "device_get", fetched)
     batch = batch_of(["many"], micro_batches, forward_only=forward_only)
     between: list[int] = []

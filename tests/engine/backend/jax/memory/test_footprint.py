@@ -206,7 +206,7 @@ def nobodys(static_shapes: StaticShapes) -> MicroBatch:
     whole, real = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
     fields: dict[str, Any] = dict.fromkeys(MicroBatch._fields, real)
     fields |= dict.fromkeys(("tokens", "positions", "segment_ids", "loss_id"), whole)
-    fields |= {"targets": np.zeros((tokens, targets), np.int32), "blocks": 0}
+    fields |= {"targets": np.zeros((tokens, targets), np.int32), "blocks": 0, "part": None}
     fields |= {"weights": np.zeros((tokens, targets), np.float32)}
     fields |= dict.fromkeys(("block_request", "first_visible_block"), whole[:: static_shapes.block])
     return MicroBatch(**fields)

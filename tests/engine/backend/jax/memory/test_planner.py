@@ -112,6 +112,28 @@ def test_auto_takes_the_fewest_devices_on_which_a_model_fits(name: str, devices:
     assert sum(line.bytes for line in found.lines) == found.device_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "context", "divided", "tokens"),
+    [
+        ("qwen3-8b", 4, 131_072, 1, 131_072),
+        ("llama-70b", 4, 65_536, 4, 16_384),
+        ("llama-70b", 8, 131_072, 8, 16_384),
+    ],
+)
+def test_devices_divide_a_long_datum_if_it_fits_none_of_them(
+    name: str, devices: int, context: int, divided: int, tokens: int
+) -> None:
+    config = replace(gpu_shapes.MODELS[name], context_length=131_072)
+    asked = PlanRequest(max_rank=32, devices=devices, max_context_tokens=context)
+    found = plan(config, h200s(8), asked)
+    shapes = found.static_shapes
+    assert (shapes.devices_per_datum, shapes.micro_batch_tokens) == (divided, tokens)
+    # Keys and values of 8 heads in bfloat16, their float32 gradients and one that is exchanged.
+    lines = {line.name: line.bytes for line in found.lines}
+    counted = context * 8 * 128 * (2 * 2 + 2 * 4 + 2 * 4) if divided > 1 else None
+    assert lines.get("keys and values of a divided datum") == counted
+
+
 def test_more_devices_hold_less_of_the_weights_each_and_the_same_of_adapters() -> None:
     """Qwen3-8B: of 15.26 GiB, both tables (2.32 GiB) and the norms are whole on each device."""
     config, sizes = gpu_shapes.MODELS["qwen3-8b"], {}

@@ -31,6 +31,14 @@ def test_a_round_has_up_to_so_many_micro_batches_of_one_width(
         assert [id(x) for due in rounds for x in due] == [id(x) for x in [*narrow, *wide]]
 
 
+def test_the_parts_of_a_divided_datum_are_a_round(of: Callable[..., MicroBatch]) -> None:
+    other, part = of(0), of(1)
+    parts = [part._replace(part=number) for number in range(3)]
+    given = [other, *parts, *parts[:2], other, other]
+    rounds = list(rounds_of(given, 4))
+    assert [[x.part for x in due] for due in rounds] == [[None], [0, 1, 2], [0, 1], [None, None]]
+
+
 def test_a_round_on_one_device_is_its_micro_batch(of: Callable[..., MicroBatch]) -> None:
     sent = joined([of(2)], 1, BLOCK, 3)
     assert isinstance(sent, DeviceMicroBatch) and sent.layers.blocks.shape == ()
