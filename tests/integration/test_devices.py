@@ -61,3 +61,33 @@ def test_training_on_two_devices_goes_on_after_a_kill_and_on_one_device(tmp_path
     assert found == undisturbed
     assert got.tokens == wanted.tokens
     np.testing.assert_allclose(got.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.nightly  # tests/engine/backend/jax/attention/test_divided.py shows the parts
+def test_a_sequence_that_devices_divide_trains_with_the_same_bits_after_a_kill(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    memory = {"device_memory_bytes": "70000000", "max_rank": "8"}
+    data = [datum([number % 300 for number in range(2000)]), *DATA[:2]]
+
+    def losses_of_long(trainer, steps):
+        found = []
+        for _ in range(steps):
+            gradient = trainer.forward_backward(data, "cross_entropy")
+            trainer.optim_step(ADAM).result(timeout=120)
+            found.append(gradient.result(timeout=120).metrics["loss:sum"])
+        return found
+
+    with (
+        LocalServer(tmp_path, compile_ahead="false", devices="2", **memory) as running,
+        service_client(running.url, "tml-two") as client,
+    ):
+        undisturbed = losses_of_long(new_trainer(client, running), 5)
+        trainer = new_trainer(client, running)
+        found = losses_of_long(trainer, 3)
+        kill_child(running, "tuneserve_engine.worker")
+        found += losses_of_long(trainer, 2)
+        assert "1024/2" in running.log.read_text()  # of the fingerprint: the parts
+    assert found == undisturbed
+    assert found[-1] < found[0]
