@@ -205,14 +205,19 @@ def simulate(
 
 
 def rows_of(seen: Seen, alone: Seen, after_s: float) -> list[list[Any]]:
-    """Return the waits for each kind of request that was sent after ``after_s``."""
+    """Return the waits for each kind of request that was sent after ``after_s``.
+
+    The last number is that of the 99th percentile, divided by that of tenants who are alone.
+    """
     rows = []
     for name, waits in sorted(seen.waits.items()):
         found = [waited for sent_s, waited in waits if sent_s > after_s]
         if found:
             quiet = [waited for _, waited in alone.waits.get(name, [])]
-            p99_alone = np.quantile(quiet, 0.99) if quiet else "-"
-            rows.append([name, len(found), *np.quantile(found, (0.5, 0.99, 1)), p99_alone])
+            values = np.quantile(found, (0.5, 0.99, 1))
+            p99_alone = np.quantile(quiet, 0.99) if quiet else None
+            compared = ["-", "-"] if p99_alone is None else [p99_alone, values[1] / p99_alone]
+            rows.append([name, len(found), *values, *compared])
     return rows
 
 
@@ -328,7 +333,8 @@ def main() -> None:
             f"{len(service.deaths)} workers with {_lost(service)} models died, "
             f"{service.moves} models were handed over, {seen.failed} requests failed."
         )
-        columns = ["request, device", "count", "median, s", "p99, s", "slowest, s", "p99 alone, s"]
+        columns = ["request, device", "count", "median, s", "p99, s", "slowest, s"]
+        columns += ["p99 alone, s", "p99 / p99 alone"]
         rows = rows_of(seen, alone, RAMPED_S)
         tables += table(f"Waits {name}", about, columns, rows)
         about = (

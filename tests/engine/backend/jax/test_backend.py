@@ -200,16 +200,19 @@ def exhausted(*args: Any, **kwargs: Any) -> Any:
 
 
 def break_program(
-    backend: JaxBackend, name: str, monkeypatch: pytest.MonkeyPatch, *, after: int
+    backend: JaxBackend, name: Any, monkeypatch: pytest.MonkeyPatch, *, after: int
 ) -> None:
     """Make the trainer's program run out of memory after ``after`` calls, its arguments donated."""
-    real, calls = getattr(backend._trainer, name), iter(range(after))
+    programs = vars(backend._trainer)
+    if name == "train":
+        programs, name = backend._trainer._micro_batches.train, False
+    real, calls = programs[name], iter(range(after))
 
     def run(*args: Any) -> Any:
         result = real(*args)
         return result if next(calls, None) is not None else exhausted()
 
-    monkeypatch.setattr(backend._trainer, name, run)
+    monkeypatch.setitem(programs, name, run)
 
 
 def state_of(backend: JaxBackend, adapter_id: str) -> AdapterState:
@@ -229,7 +232,7 @@ def batch(micro_batch_of: Any, batch_of: Any, datum: Any) -> Callable[[str], Tra
 @pytest.mark.acceptance("S6")
 @pytest.mark.parametrize(
     ("program", "after"),
-    [("_write_slot", 0), ("_write_slot", 1), ("_train", 0), ("_train", 1), ("_is_sum_finite", 0)],
+    [("_write_slot", 0), ("_write_slot", 1), ("train", 0), ("train", 1), ("_is_sum_finite", 0)],
 )
 def test_a_batch_that_runs_out_of_memory_changes_no_adapter_and_leaves_no_array(
     program: str,
@@ -377,7 +380,7 @@ def test_device_failures_are_distinguished_from_programs_that_cannot_run(
         raise jax.errors.JaxRuntimeError(message)
 
     backend.create_adapter("unlucky", CONFIG)
-    monkeypatch.setattr(backend._trainer, "_train", broken)
+    monkeypatch.setitem(backend._trainer._micro_batches.train, False, broken)
     with pytest.raises(expected, match=message.split(": ")[1]):
         backend.forward_backward(batch("unlucky"))
 

@@ -139,7 +139,7 @@ def test_a_batch_that_loses_its_gradients_to_an_interruption_starts_again(
         if next(calls) >= failures:
             return
         with monkeypatch.context() as patch:
-            break_program(backend, "_train", patch, after=0)
+            break_program(backend, "train", patch, after=0)
             with pytest.raises(OutOfMemory):
                 backend.forward_backward(batches(short))
 
