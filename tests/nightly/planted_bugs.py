@@ -335,7 +335,28 @@ BUGS = (
         "    return seen.position[i][:, None] >= seen.position[j][None, :]",
         (f"{JAX_TESTS}/attention/test_packed.py", "-k", "dense_reference"),
     ),
+    Bug(
+        "a part of a divided datum that begins at position 0",
+        f"{ENGINE}/worker/execution/packing.py",
+        "micro_batch.positions[part] = np.arange(own.start, own.stop, dtype=np.int32)",
+        "micro_batch.positions[part] = np.arange(own.stop - own.start, dtype=np.int32)",
+        (f"{WORKER_TESTS}/execution/test_bins.py",),
+    ),
+    Bug(
+        "the gradient of a key without the queries of other devices",
+        f"{JAX}/attention/divided.py",
+        "    for part in mine[1:]:\n",
+        "    for part in mine[:0]:\n",
+        (f"{JAX_TESTS}/attention/test_divided.py", "-k", "bits_of_one"),
+    ),
     # --- sampling ---------------------------------------------------------------------------------
+    Bug(
+        "a cancelled sample whose snapshot keeps its room",
+        f"{ENGINE}/worker/execution/read_ahead.py",
+        "                self._snapshots.discard(file_id)\n                self._on_begun(file_id)\n",
+        "                pass\n",
+        (f"{WORKER_TESTS}/execution/test_read_ahead.py", "-k", "cancelled"),
+    ),
     Bug(
         "a draw that repeats its random bits at every step",
         f"{JAX}/sampling/logits.py",
