@@ -25,7 +25,7 @@ from tuneserve_engine.process import pauses
 from tuneserve_engine.process.lock import lock_name
 from tuneserve_engine.settings.worker import WorkerSettings
 from tuneserve_engine.store.errors import Fenced, StoreUnusable
-from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.store.files_mount import open_files
 from tuneserve_engine.store.open import check_store, open_queue, settle_permissions
 from tuneserve_engine.telemetry import logs
@@ -61,7 +61,7 @@ def main() -> int:
         if settings.own_host_number:
             return _follow(settings, pulse)
         lock = _lock(settings)
-        files = open_files(settings.files_dir, min_free_bytes=settings.min_free_bytes)
+        files = open_files(settings)
         asyncio.run(check_store(settings))
         backend, own = _backend(settings)
         files.discard_partial()
@@ -173,7 +173,7 @@ async def _work(
     settings: WorkerSettings,
     backend: JaxBackend | LeaderBackend,
     own: JaxBackend,
-    files: FileStore,
+    files: Files,
     pulse: LivenessFile,
 ) -> None:
     costs = CostModel(

@@ -57,7 +57,7 @@ def adopt(
         output.print_json(adopted)
         return
     files, named = adopted["files"], adopted["named"]
-    typer.echo(f"{settings.files_dir} belongs to the store {settings.store_shown} now")
+    typer.echo(f"{settings.files_shown} belongs to the store {settings.store_shown} now")
     typer.echo(
         f"it has {files} checkpoints and recovery points; the store names {named} of them. The "
         f"other {files - named} are unused and go into quarantine while the service runs"

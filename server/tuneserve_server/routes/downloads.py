@@ -19,6 +19,7 @@ from tuneserve_server.dependencies import Caller, ServicesDep
 from tuneserve_server.errors import CheckpointDamaged, LinkInvalid, TooManyRequests, UnknownResource
 from tuneserve_server.http.openapi import BINARY, fails
 from tuneserve_server.transfer import peft_download
+from tuneserve_server.transfer.files_away import told_away
 
 router = APIRouter()
 
@@ -75,9 +76,11 @@ async def download(  # noqa: PLR0913 - the parts of the link
         archive = await services.archives.opened(file_id, "of this link")
         size = {"Content-Length": str(archive.size)}
         return peft_download.ArchiveResponse(services.archives.sent(archive), headers=size)
-    if member not in services.files.members(file_id):
+    with told_away():
+        members = await asyncio.to_thread(services.files.members, file_id)
+        folder = await asyncio.to_thread(services.files.path, file_id)
+    if member not in members:
         raise UnknownResource("the file is gone: its checkpoint was deleted or has expired")
-    folder = services.files.path(file_id)
     if "range" not in request.headers:  # a resumed download was checked when it began
         await asyncio.to_thread(_check, folder, member)
     return FileResponse(folder / member, media_type="application/octet-stream", filename=member)

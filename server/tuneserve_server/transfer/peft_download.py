@@ -23,13 +23,14 @@ from tuneserve_engine.adapters import export_files, peft_export
 from tuneserve_engine.adapters.checkpoint_format import MEMBER
 from tuneserve_engine.adapters.tensor_file import Damaged
 from tuneserve_engine.core.errors import FileDamaged
-from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_base import Files
 from tuneserve_server.errors import (
     CheckpointDamaged,
     StoreUnavailable,
     TooManyRequests,
     UnknownResource,
 )
+from tuneserve_server.transfer.files_away import told_away
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Archive:
 class Archives:
     """The archives that this process sends."""
 
-    def __init__(self, files: FileStore) -> None:
+    def __init__(self, files: Files) -> None:
         self._files = files
         self._of_tenant: Counter[str] = Counter()
         # A separate pool: other work in threads takes milliseconds, and must not wait for
@@ -113,8 +114,9 @@ class Archives:
             yield piece
 
     def _opened(self, file_id: str, name: str) -> Archive:
-        folder = self._files.path(file_id)
-        members = self._files.members(file_id)
+        with told_away():
+            folder = self._files.path(file_id)
+            members = self._files.members(file_id)
         try:
             if MEMBER in members:
                 found = peft_export.converted(folder, name, self._check_running)

@@ -12,7 +12,7 @@ from tests.redis_server import RedisServer
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.errors import StoreUnusable
-from tuneserve_engine.store.files import LocalFs
+from tuneserve_engine.store.files import FileStore, LocalFs
 from tuneserve_engine.store.files_mount import check_shared, open_files
 from tuneserve_engine.store.open import check_store, open_queue, open_store
 from tuneserve_engine.store.sqlite.store import SqliteStore
@@ -38,7 +38,7 @@ async def start(settings: CommonSettings) -> None:
 
 
 def test_the_write_check_leaves_nothing(tmp_path: Path) -> None:
-    open_files(tmp_path / "new" / "files")
+    open_files(CommonSettings(files_dir=tmp_path / "new" / "files"))
     assert names(tmp_path / "new" / "files") == []
 
 
@@ -51,13 +51,13 @@ def test_an_unwritable_directory_is_refused_with_a_way_out(
 
     monkeypatch.setattr(LocalFs, "mkdir", refuse)
     with pytest.raises(OSError, match=r"cannot use .*: the file system says no;.*--files-dir"):
-        open_files(tmp_path)
+        open_files(CommonSettings(files_dir=tmp_path))
 
 
 def test_a_file_in_its_place_is_refused_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "files").touch()
     with pytest.raises(OSError, match=r"cannot use .*Not a directory.*--files-dir"):
-        open_files(tmp_path / "files")
+        open_files(CommonSettings(files_dir=tmp_path / "files"))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -68,7 +68,7 @@ def test_a_full_disk_does_not_stop_processes_that_would_make_room(
         raise OSError(number, "full")
 
     monkeypatch.setattr(LocalFs, "mkdir", full)
-    open_files(tmp_path)
+    open_files(CommonSettings(files_dir=tmp_path))
     assert names(tmp_path) == []
 
 
@@ -105,10 +105,10 @@ async def test_another_directory_is_refused_until_it_is_the_right_one(tmp_path: 
 async def test_of_many_concurrent_starts_one_marks_the_directory(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path / "store.db")
     files = tmp_path / "files"
-    await asyncio.gather(*(check_shared(files, store) for _ in range(8)))
+    await asyncio.gather(*(check_shared(FileStore(files), store) for _ in range(8)))
     assert len(names(files)) == 1
     with pytest.raises(StoreUnusable):
-        await check_shared(tmp_path / "other", store)
+        await check_shared(FileStore(tmp_path / "other"), store)
     await store.close()
 
 
