@@ -1,4 +1,4 @@
-"""An S3 server (moto) for the tests, with one bucket. Tests may kill it: then it loses everything."""
+"""An S3 server (moto) for the tests, with one bucket. When it ends, it loses everything."""
 
 import io
 import os

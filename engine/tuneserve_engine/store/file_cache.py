@@ -81,8 +81,11 @@ class FileCache:
         self.delete(file_id)
         return None
 
-    def add(self, file_id: str, token: str, sizes: Mapping[str, int], read: Read) -> Path:
-        """Make the copy and return its directory. Raises ``OSError``, also of ``read``."""
+    def add(self, file_id: str, token: str, sizes: Mapping[str, int], read: Read) -> Path | None:
+        """Make the copy and return its directory. Raises ``OSError``, also of ``read``.
+
+        Returns None if another process has already replaced or removed the copy.
+        """
         files = self._opened()
         self._make_room(sum(sizes.values()))
         with files.staging() as staged:
@@ -99,12 +102,7 @@ class FileCache:
             except OSError as error:
                 if error.errno not in _TAKEN:
                     raise
-        found = self.find(file_id, token, sizes)
-        if found is None:
-            raise OSError(
-                errno.EBUSY, f"the copy of {file_id} in {self._root} was replaced; try again"
-            )
-        return found
+        return self.find(file_id, token, sizes)
 
     def delete(self, file_id: str) -> None:
         """Remove the id's copy; a no-op if there is none."""

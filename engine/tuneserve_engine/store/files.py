@@ -112,7 +112,7 @@ class FileStore:
     processes may share one root: each write has a temporary name of its own.
     """
 
-    place = "the directory of files"
+    place = "directory of files"
     option = "--files-dir"
     remedy = "free some disk and save again"
 
@@ -131,8 +131,8 @@ class FileStore:
         self._make_durable_directory(root)
 
     @property
-    def name(self) -> str:
-        return f"{self.place} {self._root}"
+    def shown(self) -> str:
+        return str(self._root)
 
     def write(
         self, file_id: str, members: Mapping[str, bytes], *, spares_disk: bool = False

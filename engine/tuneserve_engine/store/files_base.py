@@ -15,12 +15,12 @@ class Files(Protocol):
 
     @property
     def place(self) -> str:
-        """The kind of place, for messages that strangers may read."""
+        """The kind of place, without an article, for messages that strangers may read."""
         ...
 
     @property
-    def name(self) -> str:
-        """The kind of place and its path or address, for messages to the operator."""
+    def shown(self) -> str:
+        """The path or address of the place, for messages to the operator."""
         ...
 
     @property

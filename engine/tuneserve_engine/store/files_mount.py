@@ -72,8 +72,8 @@ def check_unused(files: Files, shown: str) -> None:
 
 def _taken(files: Files, count: int, shown: str) -> StoreUnusable:
     return StoreUnusable(
-        f"the store {shown} is new or empty, but {files.name} belongs to another one and has "
-        f"{count} checkpoints and recovery points in it. If that store was lost or wiped, restore "
+        f"the store {shown} is new or empty, but the {files.place} {files.shown} belongs to "
+        f"another one and has {count} checkpoints and recovery points in it. If that store was lost or wiped, restore "
         "it: nothing of the files is lost. If it is elsewhere, name it with --data-dir or --store. "
         f"For a service of its own choose another {files.option}. Only if this store is to have "
         "these files, of which it knows none, run: tuneserve files adopt"
@@ -102,7 +102,7 @@ async def check_shared(files: Files, store: Store, shown: str = "of this service
         known = await store.put_new_record(DirectoryRecord(FILES, mark))
     if known.mark not in await asyncio.to_thread(ownership.marks, files):
         raise StoreUnusable(
-            f"{files.name} is not the one that belongs to the store: {MARK}{known.mark} is not in "
+            f"{files.shown} is not the {files.place} that belongs to the store: {MARK}{known.mark} is not in "
             f"it; give this process what the other processes have, with {files.option}. If this is "
             "the right one, restored without that mark, run: tuneserve files adopt"
         )
@@ -115,5 +115,5 @@ def check_marked(files: Files) -> None:
     """
     if not ownership.marks(files):
         raise StoreUnusable(
-            f"{files.name} is not the one that the API process has; name that with {files.option}"
+            f"{files.shown} is not the {files.place} that the API process has; name that with {files.option}"
         )

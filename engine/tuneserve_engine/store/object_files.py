@@ -32,6 +32,8 @@ from tuneserve_engine.store.files import ABANDONED_S, is_file_id
 
 _ERROR_S = 2.0
 """The most by which the time between two dates may be wrong: each is rounded to a second."""
+_ATTEMPTS = 10
+"""The number of attempts to copy a file that is deleted and written again all the time."""
 _TIDY_S = 600.0
 """The time between two listings of all members: they cost money where there are many."""
 _CLOCK_S = 600.0
@@ -52,7 +54,7 @@ class ObjectFileStore:
     """A store of sets of files in a bucket; ``cache`` holds copies of those that were read."""
 
     option = "--files-url"
-    place = "the bucket of files"
+    place = "bucket of files"
     remedy = "save again"
 
     def __init__(
@@ -65,8 +67,8 @@ class ObjectFileStore:
         self._tidied_s = self._trimmed_s = -float("inf")
 
     @property
-    def name(self) -> str:
-        return f"{self.place} {self._bucket.url}"
+    def shown(self) -> str:
+        return self._bucket.url
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ class ObjectFileStore:
         See ``Files.path``. Raises ``OSError`` while the bucket cannot be reached, even if there is
         a copy: the id may have been deleted.
         """
-        for _ in range(2):
+        for _ in range(_ATTEMPTS):
             manifest = self._manifest(file_id)
             if manifest is None:
                 break
@@ -161,7 +163,7 @@ class ObjectFileStore:
             self._tidy_cache()
             folder = f"files/{file_id}/{token}"
             try:
-                return self._cache.add(
+                found = self._cache.add(
                     *(file_id, token, sizes),
                     lambda name, *span, folder=folder: self._bucket.get_range(
                         f"{folder}/{name}", *span
@@ -169,6 +171,8 @@ class ObjectFileStore:
                 )
             except FileNotFoundError:
                 continue  # deleted meanwhile, and perhaps written again
+            if found is not None:
+                return found
         self._cache.delete(file_id)
         return self._cache.path(file_id)
 

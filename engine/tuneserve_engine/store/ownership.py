@@ -4,8 +4,8 @@ A clean-up deletes the files that its store does not name. It must be sure that 
 this store's: otherwise it deletes the files of another store.
 
 The directory has two kinds of notes: empty subdirectories, or empty objects where the files are in
-a bucket. ``.of-<mark>`` says which store the directory belongs to. ``.owner-<claim>``, where a claim
-is ``<identity>-<generation>-<nonce>``, says how far that store had come: the identity is a hash of
+a bucket. ``.of-<mark>`` says which store the directory belongs to. ``.owner-<claim>``, with a claim
+of ``<identity>-<generation>-<nonce>``, says how far that store had come: the identity is a hash of
 its secret, and the generation grows for as long as the store is in use. The store records its
 newest generations too, each before the directory gets it. So a store that is older than the
 directory (restored from a copy) does not know the directory's generation; nor does a store that
@@ -157,15 +157,15 @@ def problem_of(facts: Facts) -> Problem | None:
     if strangers or set(facts.marks) - {facts.mark, facts.identity}:
         return Problem(
             "foreign",
-            f"{facts.place} is another store's, or was (two services with one {facts.option}, or "
-            "a store that was replaced); nothing in it is deleted. To make it this store's, "
+            f"the {facts.place} is another store's, or was (two services with one {facts.option}, "
+            "or a store that was replaced); nothing in it is deleted. To make it this store's, "
             f"{_ADOPT}",
         )
     if facts.mark not in facts.marks:
         return Problem(
             "unmarked",
-            f"{facts.place} lacks the mark of this store, {MARK}{facts.mark}: it is another, is "
-            "not mounted, or lost it; nothing in it is deleted. Put back what belongs there, or "
+            f"the {facts.place} lacks the mark of this store, {MARK}{facts.mark}: it is another, "
+            "is not mounted, or lost it; nothing in it is deleted. Put back what belongs there, or "
             "run: tuneserve files adopt",
         )
     reached = max((each.generation for each in facts.claims), default=0)
@@ -173,7 +173,7 @@ def problem_of(facts: Facts) -> Problem | None:
     if reached > known:
         return Problem(
             "older",
-            f"the store is older than {facts.place} (generation {known}, where the latter is at "
+            f"the store is older than its {facts.place} (generation {known}, where that is at "
             f"{reached}): it was restored from a copy, and does not name what was saved since; "
             f"nothing is deleted. If the service is to go on with this store, {_ADOPT}",
         )
@@ -182,15 +182,15 @@ def problem_of(facts: Facts) -> Problem | None:
     if not is_known and (reached or known > 1):  # otherwise it is claimed for the first time
         return Problem(
             "parted",
-            f"the store and {facts.place} have gone different ways (one of them was restored from "
-            "a copy, or a copy of the store uses the files too); nothing is deleted. To go on with "
-            f"this store, {_ADOPT}",
+            f"the store and its {facts.place} have gone different ways (one of them was restored "
+            "from a copy, or a copy of the store uses the files too); nothing is deleted. To go on "
+            f"with this store, {_ADOPT}",
         )
     if facts.disputes:
         return Problem(
             "disputed",
             "a copy of this store, or the store that this one is a copy of, was started with the "
-            f"same files ({facts.place}), and names others of them; neither deletes anything. Stop "
+            f"same {facts.place}, and names others of them; neither deletes anything. Stop "
             "that one, wait for two minutes, and run here: tuneserve files adopt",
         )
     return None
@@ -289,9 +289,9 @@ class Ownership:
         ]
         if min(alive_s, default=LEASE_S) < LEASE_S:
             raise StoreUnusable(
-                f"{facts.place} has an owner that was alive {min(alive_s):.0f} s ago; stop that "
-                f"service, wait until it was silent for {LEASE_S:.0f} s, and try again; or give "
-                f"this one a {facts.option} of its own"
+                f"the {facts.place} has an owner that was alive {min(alive_s):.0f} s ago; stop "
+                f"that service, wait until it was silent for {LEASE_S:.0f} s, and try again; or "
+                f"give this one a {facts.option} of its own"
             )
         mark = facts.mark or facts.identity
         await asyncio.to_thread(self._files.leave_note, f"{MARK}{mark}")

@@ -70,7 +70,7 @@ class UnusedFiles:
         except OSError as error:
             if isinstance(error, ConnectionError):  # the store's, not the directory's
                 raise
-            problem = Problem("unreadable", f"{self._files.place} cannot be used: {error}")
+            problem = Problem("unreadable", f"the {self._files.place} cannot be used: {error}")
         if problem is not None or (
             self.problem is not None and self.problem.kind not in _OF_CLEANING
         ):
