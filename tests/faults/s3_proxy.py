@@ -1,6 +1,7 @@
 """A proxy before an S3 server that fails some requests, as networks and object stores do."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -11,15 +12,16 @@ from tests.faults.fault_proxy import FaultProxy, Message
 Fault = Literal["500", "503", "403", "reset", "unanswered", "cut", "slow", ""]
 """``reset``: the request does not arrive. ``unanswered``: it does, and its answer is lost. ``cut``:
 half of the answer arrives. The numbers are statuses of the answer."""
+KINDS: tuple[Fault, ...] = ("500", "503", "reset", "unanswered", "cut", "slow")
 Plan = Callable[[str, str, int], Fault]
 """Returns the fault of a request from its method, its path, and how often that came before."""
 
 
-def some(share: float, seed: int, slow_s: float = 0.3) -> Plan:
-    """A plan with this share of faults of all kinds."""
+def some(share: float, seed: int) -> Plan:
+    """A plan with this share of faults, of all kinds in turn."""
     draw = random.Random(seed)
-    kinds: list[Fault] = ["500", "503", "reset", "unanswered", "cut", "slow"]
-    return lambda *_: draw.choice(kinds) if draw.random() < share else ""
+    kinds = itertools.cycle(KINDS)
+    return lambda *_: next(kinds) if draw.random() < share else ""
 
 
 class S3Proxy(FaultProxy):

@@ -4,11 +4,11 @@ import errno
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from obstore.exceptions import (
     AlreadyExistsError,
@@ -19,6 +19,7 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 SCHEME = "s3://"
+T = TypeVar("T")
 PROOFS = "proofs/"
 """The prefix of short-lived objects."""
 _CONNECT_S = 5.0
@@ -64,8 +65,8 @@ DEFAULT_LIMITS = Limits()
 class Bucket:
     """The objects under one prefix of a bucket.
 
-    All methods raise ``OSError``, whose ``strerror`` holds no secrets, after both limits without an
-    answer: 30 s by default. A missing object is ``FileNotFoundError``. The library reads
+    All methods raise ``OSError``, whose ``strerror`` holds no secrets, if there is no answer within
+    the limits: 30 s by default. A missing object is ``FileNotFoundError``. The library reads
     credentials, region and endpoint from the environment (``AWS_*``).
     """
 
@@ -79,13 +80,15 @@ class Bucket:
             self._unrepeated = _client(name, prefix, limits, retries=0)
 
     def get(self, key: str) -> bytes:
-        with _translated(self.url, "read", key):
-            return bytes(self._store.get(key).bytes())
+        return self._patiently("read", key, lambda: bytes(self._store.get(key).bytes()))
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
         """Return the bytes from ``start`` up to, not including, ``end``."""
-        with _translated(self.url, "read", key):
-            data = bytes(self._store.get_range(key, start=start, end=end))
+
+        def read() -> bytes:
+            return bytes(self._store.get_range(key, start=start, end=end))
+
+        data = self._patiently("read", key, read)
         if len(data) != end - start:
             raise OSError(
                 errno.EIO,
@@ -95,54 +98,73 @@ class Bucket:
 
     def put(self, key: str, data: bytes | Path) -> None:
         """Write the object; an existing one is replaced."""
-        with _translated(self.url, "write", key):
+
+        def write() -> None:
             self._store.put(key, data, chunk_size=_PART_BYTES, max_concurrency=_CONCURRENT)
+
+        self._patiently("write", key, write)
 
     def create(self, key: str, data: bytes) -> Creation:
         """Write the object unless it exists.
 
         After an ``OSError`` the object may exist or not, and may even appear later.
         """
-        end_s = time.monotonic() + self._limits.retry_s
-        pause_s, repeated = _PAUSES_S[0], False
-        while True:
+        repeated = False
+
+        def write() -> bytes:
+            nonlocal repeated
             try:
-                with _translated(self.url, "write", key):
-                    self._unrepeated.put(key, data, mode="create", use_multipart=False)
-                return Creation(data, repeated)
-            except FileExistsError as error:
-                try:
-                    return Creation(self.get(key), repeated)
-                except FileNotFoundError:  # deleted meanwhile, or two such writes at once
-                    failed: OSError = error
-            except PermissionError:
+                self._unrepeated.put(key, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return self.get(key)
+            except Exception:
+                repeated = True
                 raise
-            except OSError as error:
-                repeated, failed = True, error
-            if time.monotonic() + pause_s > end_s:
-                raise failed
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSES_S[1])
+            return data
+
+        content = self._patiently("write", key, write)
+        return Creation(content, repeated)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete the objects; missing ones are ignored."""
         if keys:
-            with _translated(self.url, "delete", keys[0]):
-                self._store.delete(list(keys))
+            self._patiently("delete", keys[0], lambda: self._store.delete(list(keys)))
 
     def objects(self, prefix: str) -> list[StoredObject]:
         """Return all objects below the prefix, which ends in a slash."""
-        with _translated(self.url, "list", prefix):
+
+        def read() -> list[StoredObject]:
             return [
                 StoredObject(each["path"], each["size"], each["last_modified"].timestamp())
                 for page in self._store.list(prefix)
                 for each in page
             ]
 
+        return self._patiently("list", prefix, read)
+
     def modified_s(self, key: str) -> float:
         """Return the time of the object's last change by the clock of the store."""
-        with _translated(self.url, "date", key):
+
+        def read() -> float:
             return float(self._store.head(key)["last_modified"].timestamp())
+
+        return self._patiently("date", key, read)
+
+    def _patiently(self, verb: str, key: str, call: Callable[[], T]) -> T:
+        """Return the call's result; repeat it for a while if it fails for want of an answer.
+
+        The library repeats requests too, but not if an answer is cut short.
+        """
+        end_s, pause_s = time.monotonic() + self._limits.retry_s, _PAUSES_S[0]
+        while True:
+            try:
+                with _translated(self.url, verb, key):
+                    return call()
+            except OSError as error:
+                if error.errno != errno.EIO or time.monotonic() + pause_s > end_s:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
 
     def prove_writable(self) -> None:
         """Check that this process can list, read, write and delete objects.
@@ -191,31 +213,38 @@ def _client(name: str, prefix: str, limits: Limits, *, retries: int) -> S3Store:
 def _translated(url: str, verb: str, key: str = "") -> Iterator[None]:
     """Turn an error of the library into an ``OSError``.
 
-    None of them is a ``ConnectionError``: those are the store's, for our callers.
+    ``EIO`` says that there was no proper answer. None is a ``ConnectionError``: to our callers,
+    those are the store's.
     """
     what = f"cannot {verb} {url}/{key}" if key else f"cannot {verb} {url}"
     try:
         yield
     except FileNotFoundError as error:
         text = str(error)
+        if isinstance(error.errno, int):  # our own, of a request in between
+            raise OSError(errno.EIO, f"{what}: it was deleted meanwhile") from None
         # Any other 404 is not the bucket's answer. To HEAD ("date") it answers without a body.
         if verb != "date" and "NoSuchKey" not in text:
-            raise OSError(errno.EIO, f"{what}: {_reason(text)}") from None
+            raise OSError(errno.EINVAL, f"{what}: {_reason(text)}") from None
         raise FileNotFoundError(errno.ENOENT, f"{what}: it does not exist") from None
-    except AlreadyExistsError:
-        raise FileExistsError(errno.EEXIST, f"{what}: it exists") from None
     except (PermissionDeniedError, UnauthenticatedError) as error:
-        reason = _reason(str(error))
-        number = errno.ENOSPC if _is_full(reason) else errno.EACCES
-        raise OSError(number, f"{what}: {reason}") from None
+        raise _error(what, str(error), errno.EACCES) from None
     except (BaseError, ValueError) as error:
-        reason = _reason(str(error))
-        number = errno.ENOSPC if _is_full(reason) else errno.EIO
-        raise OSError(number, f"{what}: {reason}") from None
+        raise _error(what, str(error), errno.EIO) from None
 
 
-def _is_full(reason: str) -> bool:
-    return "StorageFull" in reason or "QuotaExceeded" in reason
+def _error(what: str, text: str, number: int) -> OSError:
+    reason = _reason(text)
+    if "StorageFull" in reason or "QuotaExceeded" in reason:
+        number = errno.ENOSPC
+    elif number == errno.EIO and (reason in _SETTINGS or re.match(r"4(?!08|09|29)\d\d\b", reason)):
+        number = errno.EINVAL
+    return OSError(number, f"{what}: {reason}")
+
+
+_NO_KEY = "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_NO_TLS = "the endpoint is not https: for http, set AWS_ALLOW_HTTP=true"
+_SETTINGS = (_NO_KEY, _NO_TLS)
 
 
 def _reason(text: str) -> str:
@@ -223,14 +252,14 @@ def _reason(text: str) -> str:
 
     The library's text has the whole answer, which may hold what was sent.
     """
+    if "/latest/api/token" in text:  # the last place where the library looks
+        return _NO_KEY
     status = re.search(r"status code: (\d{3}[^:<\n]*)", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
     if status is not None:
         return status[1].strip() + (f" ({code[1]})" if code is not None else "")
-    if "169.254.169.254" in text:
-        return "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     if "BadScheme" in text:
-        return "the endpoint is not https: for http, set AWS_ALLOW_HTTP=true"
+        return _NO_TLS
     if "TimedOut" in text or "Timeout" in text:
         return "no answer in time"
     found = re.findall(r'message: "([^"]{1,200})"', text)

@@ -6,6 +6,9 @@ models: another worker restores models from their files.
 """
 
 import asyncio
+import errno
+import logging
+import time
 
 from tuneserve_engine.core.records import DirectoryRecord
 from tuneserve_engine.settings.common import CommonSettings
@@ -19,6 +22,9 @@ from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.store.object_files import ObjectFileStore
 from tuneserve_engine.store.ownership import FILES, MARK, identity_of
 
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 5.0
 _CACHE = "cache"
 """The folder in ``files_dir`` for copies of a bucket's files. In ``files_dir`` itself, there may be
 files from before the bucket was chosen, and those are no copies."""
@@ -40,13 +46,18 @@ def new_files(settings: CommonSettings) -> Files:
 
 
 def open_files(settings: CommonSettings) -> Files:
-    """Return the files that the settings choose. Raises ``OSError`` if they cannot be written."""
+    """Return the files that the settings choose.
+
+    Raises ``OSError`` if they cannot be written, which is ``ConnectionError`` if a bucket does not
+    answer now.
+    """
     try:
         files = new_files(settings)
         files.prove_writable()
     except OSError as error:
         if settings.files_url:
-            raise OSError(
+            kind = ConnectionError if error.errno == errno.EIO else OSError
+            raise kind(
                 f"cannot use the bucket of files {settings.files_url}: {error.strerror}; check the "
                 "credentials (AWS_ACCESS_KEY_ID and others), AWS_REGION, AWS_ENDPOINT_URL, and the "
                 "permissions to list, read, write and delete objects there, or choose another "
@@ -57,6 +68,16 @@ def open_files(settings: CommonSettings) -> Files:
             "owns it and whether it is mounted, or choose another with --files-dir"
         ) from error
     return files
+
+
+def wait_for_files(settings: CommonSettings) -> Files:
+    """Return the files as ``open_files`` does, once the bucket answers."""
+    while True:
+        try:
+            return open_files(settings)
+        except ConnectionError as error:
+            logger.warning("trying again: %s", error)
+            time.sleep(_RETRY_S)
 
 
 def check_unused(files: Files, shown: str) -> None:
@@ -73,10 +94,10 @@ def check_unused(files: Files, shown: str) -> None:
 def _taken(files: Files, count: int, shown: str) -> StoreUnusable:
     return StoreUnusable(
         f"the store {shown} is new or empty, but the {files.place} {files.shown} belongs to "
-        f"another one and has {count} checkpoints and recovery points in it. If that store was lost or wiped, restore "
-        "it: nothing of the files is lost. If it is elsewhere, name it with --data-dir or --store. "
-        f"For a service of its own choose another {files.option}. Only if this store is to have "
-        "these files, of which it knows none, run: tuneserve files adopt"
+        f"another one and has {count} checkpoints and recovery points in it. If that store was "
+        "lost or wiped, restore it: nothing of the files is lost. If it is elsewhere, name it with "
+        f"--data-dir or --store. For a service of its own choose another {files.option}. Only if "
+        "this store is to have these files, of which it knows none, run: tuneserve files adopt"
     )
 
 
@@ -102,9 +123,10 @@ async def check_shared(files: Files, store: Store, shown: str = "of this service
         known = await store.put_new_record(DirectoryRecord(FILES, mark))
     if known.mark not in await asyncio.to_thread(ownership.marks, files):
         raise StoreUnusable(
-            f"{files.shown} is not the {files.place} that belongs to the store: {MARK}{known.mark} is not in "
-            f"it; give this process what the other processes have, with {files.option}. If this is "
-            "the right one, restored without that mark, run: tuneserve files adopt"
+            f"{files.shown} is not the {files.place} that belongs to the store: {MARK}"
+            f"{known.mark} is not in it; mount what the other processes have, or name it with "
+            f"{files.option}. If this is the right one, restored without that mark, run: tuneserve "
+            "files adopt"
         )
 
 
@@ -115,5 +137,6 @@ def check_marked(files: Files) -> None:
     """
     if not ownership.marks(files):
         raise StoreUnusable(
-            f"{files.shown} is not the {files.place} that the API process has; name that with {files.option}"
+            f"{files.shown} is not the {files.place} that the API process has; name that with "
+            f"{files.option}"
         )

@@ -1,6 +1,7 @@
 """Functions that open the store that the settings name."""
 
 import asyncio
+import errno
 import logging
 import math
 import os
@@ -113,11 +114,21 @@ async def _open_with_files(settings: CommonSettings) -> OpenStore:
     store = await _open(settings)
     try:
         files = await asyncio.to_thread(open_files, settings)
-        await check_shared(files, store, settings.store_shown)
+        await _reached(settings, lambda: check_shared(files, store, settings.store_shown))
     except BaseException:
         await store.close()
         raise
     return store
+
+
+async def _reached(settings: CommonSettings, call: Callable[[], Awaitable[None]]) -> None:
+    """Raise ``ConnectionError`` if the bucket of files does not answer."""
+    try:
+        await call()
+    except OSError as error:
+        if settings.files_url and error.errno == errno.EIO:
+            raise ConnectionError(str(error)) from error
+        raise
 
 
 async def adopt_files(settings: CommonSettings) -> Adopted:
@@ -204,7 +215,13 @@ async def open_queue(settings: CommonSettings) -> AsyncIterator[Callable[[], Awa
         async def connect() -> Queue:
             await remote.connect(timeout_s=math.inf)
             # Only once connected: the API process leaves the mark.
-            await asyncio.to_thread(check_marked, files)
+            while True:
+                try:
+                    await _reached(settings, lambda: asyncio.to_thread(check_marked, files))
+                    break
+                except ConnectionError as error:
+                    logger.warning("trying again: %s", error)
+                    await asyncio.sleep(_RETRY_S)
             return remote
 
         logger.info("waiting for the API process at %s", settings.store_socket)
