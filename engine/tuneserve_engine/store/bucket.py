@@ -235,6 +235,8 @@ def _translated(url: str, verb: str, key: str = "") -> Iterator[None]:
 
 def _error(what: str, text: str, number: int) -> OSError:
     reason = _reason(text)
+    if reason.startswith(("401", "403")):
+        number = errno.EACCES
     if "StorageFull" in reason or "QuotaExceeded" in reason:
         number = errno.ENOSPC
     elif number == errno.EIO and (reason in _SETTINGS or re.match(r"4(?!08|09|29)\d\d\b", reason)):
@@ -252,7 +254,7 @@ def _reason(text: str) -> str:
 
     The library's text has the whole answer, which may hold what was sent.
     """
-    if "/latest/api/token" in text:  # the last place where the library looks
+    if "/latest/api/token" in text or "Missing AccessKeyId" in text or "SecretAccessKey" in text:
         return _NO_KEY
     status = re.search(r"status code: (\d{3}[^:<\n]*)", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
