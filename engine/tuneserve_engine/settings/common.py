@@ -54,7 +54,7 @@ class CommonSettings(BaseSettings):
     files_url: str = Field(
         default="",
         description="Bucket that holds checkpoints and recovery points instead of files_dir: "
-        "s3://bucket/prefix. That directory then holds copies of files, and uploads in progress. "
+        "s3://bucket/prefix. The directory then holds copies of files, and uploads in progress. "
         "Credentials, region and endpoint come from the environment (AWS_ACCESS_KEY_ID, "
         "AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and others).",
     )

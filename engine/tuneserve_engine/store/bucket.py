@@ -96,7 +96,7 @@ class Bucket:
             )
         return data
 
-    def put(self, key: str, data: bytes | Path) -> None:
+    def put_object(self, key: str, data: bytes | Path) -> None:
         """Write the object; an existing one is replaced."""
 
         def write() -> None:
@@ -174,7 +174,7 @@ class Bucket:
         """
         proof = f"{PROOFS}{secrets.token_hex(8)}"
         try:
-            self.put(proof, b"first")
+            self.put_object(proof, b"first")
             made = self.create(proof, b"second")
             self.objects(PROOFS)
             self.delete([proof])

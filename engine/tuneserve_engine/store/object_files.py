@@ -105,7 +105,7 @@ class ObjectFileStore:
         manifest = Manifest(secrets.token_hex(16), sizes)
         try:
             for key, data in zip(manifest.keys(file_id), members.values(), strict=True):
-                self._bucket.put(key, data)
+                self._bucket.put_object(key, data)
             self._check_fresh(started_s)
         except OSError:
             self._forget(manifest, file_id)
@@ -291,7 +291,7 @@ class ObjectFileStore:
 
     def now_s(self) -> float:
         proof = f"{PROOFS}{secrets.token_hex(8)}"
-        self._bucket.put(proof, b"")
+        self._bucket.put_object(proof, b"")
         now_s = self._bucket.modified_s(proof)
         self._bucket.delete([proof])
         return now_s
@@ -327,7 +327,7 @@ class ObjectFileStore:
         _check_id(file_id)
         with suppress(FileNotFoundError):
             content = self._bucket.get(f"ids/{file_id}")
-            self._bucket.put(f"quarantine/{group}/{file_id}", content)
+            self._bucket.put_object(f"quarantine/{group}/{file_id}", content)
             self._bucket.delete([f"ids/{file_id}"])
 
     def bring_back(self, file_id: str, group: str) -> None:
@@ -335,7 +335,7 @@ class ObjectFileStore:
         aside = f"quarantine/{group}/{file_id}"
         with suppress(FileNotFoundError):
             content = self._bucket.get(aside)
-            self._bucket.put(f"returned/{file_id}", b"")
+            self._bucket.put_object(f"returned/{file_id}", b"")
             if self._bucket.create(f"ids/{file_id}", content).content == content:
                 self._bucket.delete([aside])
 

@@ -48,8 +48,8 @@ class HookedBucket(Bucket):
         read = super().get_range
         return bytes(self._call(f"get {key}", lambda: read(key, start, end)))
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        self._call(f"put {key}", lambda: super(HookedBucket, self).put(key, data))
+    def put_object(self, key: str, data: bytes | Path) -> None:
+        self._call(f"put {key}", lambda: super(HookedBucket, self).put_object(key, data))
 
     def create(self, key: str, data: bytes) -> Creation:
         made = self._call(f"create {key}", lambda: super(HookedBucket, self).create(key, data))
@@ -81,8 +81,8 @@ class ClockedBucket(HookedBucket):
         self.now_s = 1_800_000_000.0
         self._rounded = rounded
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        super().put(key, data)
+    def put_object(self, key: str, data: bytes | Path) -> None:
+        super().put_object(key, data)
         self.dates[key] = self._rounded(self.now_s)
 
     def create(self, key: str, data: bytes) -> Creation:

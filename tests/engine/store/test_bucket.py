@@ -35,8 +35,8 @@ def proxied(
 def test_objects_are_read_listed_dated_and_deleted(s3_url: str) -> None:
     bucket = Bucket(s3_url)
     began_s = time.time()
-    bucket.put("a/x", b"0123456789")
-    bucket.put("a/y", b"")
+    bucket.put_object("a/x", b"0123456789")
+    bucket.put_object("a/y", b"")
     assert bucket.get("a/x") == b"0123456789"
     assert bucket.get("a/y") == b""
     assert bucket.get_range("a/x", 2, 5) == b"234"
@@ -52,7 +52,7 @@ def test_a_file_on_disk_is_uploaded_in_parts(s3_url: str, tmp_path: Path) -> Non
     data = bytes(range(256)) * (12 * 2**20 // 256)
     (tmp_path / "file").write_bytes(data)
     bucket = Bucket(s3_url)
-    bucket.put("large", tmp_path / "file")
+    bucket.put_object("large", tmp_path / "file")
     assert bucket.get("large") == data
 
 
@@ -69,7 +69,7 @@ def test_more_objects_than_a_page_of_a_listing_are_listed(s3_server: S3Server, s
 
 def test_prefixes_are_apart(s3_url: str) -> None:
     one, other = Bucket(f"{s3_url}/a"), Bucket(f"{s3_url}/ab")
-    one.put("x/1", b"")
+    one.put_object("x/1", b"")
     assert other.objects("x/") == []
     assert [each.key for each in Bucket(s3_url).objects("a/")] == ["a/x/1"]
 
@@ -93,7 +93,7 @@ def test_a_store_without_conditional_writes_is_refused(
     bucket = Bucket(s3_url)
 
     def ignore(key: str, data: bytes, **_: object) -> None:
-        bucket.put(key, data)
+        bucket.put_object(key, data)
 
     class Old:
         put = staticmethod(ignore)
@@ -110,7 +110,7 @@ def test_every_request_survives_faults(proxied: Callable[..., object]) -> None:
     with proxied(some(0.3, seed=1)) as (bucket, proxy):  # type: ignore[attr-defined]
         for n in range(20):
             key = f"x/{n}"
-            bucket.put(key, b"0123456789" * n)
+            bucket.put_object(key, b"0123456789" * n)
             assert bucket.get(key) == b"0123456789" * n
             assert bucket.create(f"{key}-new", b"%d" % n).content == b"%d" % n
             assert bucket.modified_s(key) > 0
@@ -132,13 +132,15 @@ def test_a_conditional_write_knows_its_own_object_after_a_lost_answer(
         assert bucket.create("x", b"other").content == b"mine"
 
 
-@pytest.mark.parametrize("verb", ["get", "put", "create", "objects", "delete", "modified_s"])
+@pytest.mark.parametrize("verb", ["get", "put_object", "create", "objects", "delete", "modified_s"])
 def test_a_refusal_says_so_at_once_and_holds_no_secret(
     proxied: Callable[..., object], verb: str
 ) -> None:
     with proxied(lambda *_: "403") as (bucket, _):  # type: ignore[attr-defined]
         call = getattr(bucket, verb)
-        given = {"put": ("x", b""), "create": ("x", b""), "delete": (["x"],)}.get(verb, ("x",))
+        given = {"put_object": ("x", b""), "create": ("x", b""), "delete": (["x"],)}.get(
+            verb, ("x",)
+        )
         began_s = time.monotonic()
         with pytest.raises(PermissionError, match=r"cannot \w+ s3://bucket/\w+/x: 403") as caught:
             call(*given)
@@ -154,7 +156,7 @@ def test_a_missing_object_is_told_from_a_missing_bucket(s3_url: str) -> None:
     missing = Bucket("s3://no-such-bucket/prefix", QUICK)
     calls: list[Callable[[], object]] = [
         lambda: missing.get("x"),
-        lambda: missing.put("x", b""),
+        lambda: missing.put_object("x", b""),
         lambda: missing.create("x", b""),
         lambda: missing.objects("x/"),
         missing.prove_writable,
@@ -201,7 +203,7 @@ def test_a_full_store_is_told_as_a_full_disk(s3_url: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(bucket, "_store", Full())
     with pytest.raises(OSError, match="XMinioStorageFull") as caught:
-        bucket.put("x", b"")
+        bucket.put_object("x", b"")
     assert caught.value.errno == errno.ENOSPC
     bucket.prove_writable()  # as with a full disk: making room needs the running service
 
@@ -214,7 +216,7 @@ def test_a_stopped_server_ends_every_request_within_the_limits(
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         bucket = Bucket(f"s3://{BUCKET}/x", limits)
-        bucket.put("x", b"")
+        bucket.put_object("x", b"")
         server.stop()
         for call in (lambda: bucket.get("x"), lambda: bucket.create("y", b"")):
             began_s = time.monotonic()

@@ -329,7 +329,7 @@ def test_members_removed_while_a_process_was_suspended_end_the_write(
 def leave(bucket: Bucket, token: str, file_id: str = ID) -> str:
     """A member of a writer that was killed."""
     key = f"files/{file_id}/{token}/adapter.safetensors"
-    bucket.put(key, b"half")
+    bucket.put_object(key, b"half")
     return key
 
 
@@ -556,7 +556,7 @@ def test_a_member_that_is_shorter_than_its_manifest_says_is_not_copied(
     files = store_of(bucket, cache)
     files.write(ID, {"a": b"0123456789"})
     (key,) = keys(bucket, "files/")
-    bucket.put(key, b"01234")
+    bucket.put_object(key, b"01234")
     with pytest.raises(OSError, match="cut short"):
         files.path(ID)
     assert list(cache.iterdir()) == []
@@ -572,7 +572,7 @@ def test_a_manifest_without_its_members_is_absent_to_readers(s3_url: str, cache:
 
 def test_a_damaged_manifest_is_named(s3_url: str, cache: Path) -> None:
     bucket = Bucket(s3_url, QUICK)
-    bucket.put(f"ids/{ID}", b"{}")
+    bucket.put_object(f"ids/{ID}", b"{}")
     with pytest.raises(OSError, match=rf"{s3_url}/ids/{ID} is no manifest: .*; restore it"):
         store_of(bucket, cache).path(ID)
 
