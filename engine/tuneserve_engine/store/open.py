@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,17 +114,19 @@ async def _open_with_files(settings: CommonSettings) -> OpenStore:
     store = await _open(settings)
     try:
         files = await asyncio.to_thread(open_files, settings)
-        await _reached(settings, lambda: check_shared(files, store, settings.store_shown))
+        with _answered(settings):
+            await check_shared(files, store, settings.store_shown)
     except BaseException:
         await store.close()
         raise
     return store
 
 
-async def _reached(settings: CommonSettings, call: Callable[[], Awaitable[None]]) -> None:
+@contextmanager
+def _answered(settings: CommonSettings) -> Iterator[None]:
     """Raise ``ConnectionError`` if the bucket of files does not answer."""
     try:
-        await call()
+        yield
     except OSError as error:
         if settings.files_url and error.errno == errno.EIO:
             raise ConnectionError(str(error)) from error
@@ -176,7 +178,9 @@ async def _open(
 
 
 def _check_unused(settings: CommonSettings) -> None:
-    check_unused(open_files(settings), settings.store_shown)
+    files = open_files(settings)
+    with _answered(settings):
+        check_unused(files, settings.store_shown)
 
 
 def _within_disk(policy: StorePolicy, folder: Path) -> StorePolicy:
@@ -217,7 +221,8 @@ async def open_queue(settings: CommonSettings) -> AsyncIterator[Callable[[], Awa
             # Only once connected: the API process leaves the mark.
             while True:
                 try:
-                    await _reached(settings, lambda: asyncio.to_thread(check_marked, files))
+                    with _answered(settings):
+                        await asyncio.to_thread(check_marked, files)
                     break
                 except ConnectionError as error:
                     logger.warning("trying again: %s", error)

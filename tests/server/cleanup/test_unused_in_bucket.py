@@ -167,6 +167,5 @@ async def test_a_clean_up_asks_few_questions(
         bucket.now_s += 5
         await cleaning.clean()
     counts = Counter(each.partition(" ")[0] for each in bucket.calls)
-    print(counts)
-    assert counts["list"] <= 12 * 15
+    assert counts["list"] <= 12 * 13
     assert sum(counts.values()) - counts["list"] <= 12 * 3
