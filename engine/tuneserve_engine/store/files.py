@@ -175,11 +175,7 @@ class FileStore:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """Yield a directory for members that are written piece by piece.
-
-        The directory is removed at the end, unless it was published. If the process is killed,
-        ``discard_partial`` removes it one hour after the last file was made in it.
-        """
+        """Yield a directory for members that are written piece by piece; see ``Files``."""
         partial = self._partial("staging")
         self._fs.mkdir(partial)
         try:

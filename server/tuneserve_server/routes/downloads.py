@@ -19,7 +19,6 @@ from tuneserve_server.dependencies import Caller, ServicesDep
 from tuneserve_server.errors import CheckpointDamaged, LinkInvalid, TooManyRequests, UnknownResource
 from tuneserve_server.http.openapi import BINARY, fails
 from tuneserve_server.transfer import peft_download
-from tuneserve_server.transfer.files_away import told_away
 
 router = APIRouter()
 
@@ -76,9 +75,7 @@ async def download(  # noqa: PLR0913 - the parts of the link
         archive = await services.archives.opened(file_id, "of this link")
         size = {"Content-Length": str(archive.size)}
         return peft_download.ArchiveResponse(services.archives.sent(archive), headers=size)
-    with told_away():
-        members = await asyncio.to_thread(services.files.members, file_id)
-        folder = await asyncio.to_thread(services.files.path, file_id)
+    folder, members = await services.archives.located(file_id)
     if member not in members:
         raise UnknownResource("the file is gone: its checkpoint was deleted or has expired")
     if "range" not in request.headers:  # a resumed download was checked when it began

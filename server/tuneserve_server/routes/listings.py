@@ -1,6 +1,5 @@
 """The routes that list sessions, models and checkpoints, and manage checkpoints."""
 
-import asyncio
 import re
 import time
 from collections.abc import Callable
@@ -35,7 +34,6 @@ from tuneserve_server.errors import (
 from tuneserve_server.http.openapi import fails, takes
 from tuneserve_server.routes.downloads import signed_url
 from tuneserve_server.transfer import peft_download
-from tuneserve_server.transfer.files_away import told_away
 
 router = APIRouter()
 
@@ -220,9 +218,7 @@ async def external_weights_urls(
             f"{checkpoint.key} is not an export; call save_weights_external and download its result"
         )
     sign, expires_s = _links(request, caller, checkpoint)
-    with told_away():
-        members = await asyncio.to_thread(caller.files.members, checkpoint.file_id)
-    urls = {member: sign(member) for member in members}
+    urls = {member: sign(member) for member in await caller.archives.members(checkpoint.file_id)}
     return reply(types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires_s)))
 
 

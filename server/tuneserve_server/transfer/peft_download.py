@@ -108,15 +108,30 @@ class Archives:
         """
         return await self._in_thread(lambda: self._opened(file_id, name))
 
+    async def located(self, file_id: str) -> tuple[Path, list[str]]:
+        """Return a local directory with the file's members, and their names.
+
+        It takes as long as a copy from the bucket, if the files are in one. There are no names if
+        the file is gone. Raises ``StoreUnavailable`` if the bucket does not answer.
+        """
+        return await self._in_thread(lambda: self._located(file_id))
+
+    async def members(self, file_id: str) -> list[str]:
+        """Return the names of the file's members. Raises ``StoreUnavailable``."""
+        with told_away():
+            return await self._in_thread(lambda: self._files.members(file_id))
+
     async def sent(self, archive: Archive) -> AsyncIterator[bytes]:
         """Yield the archive's pieces; each is made when the one before is on its way."""
         while (piece := await self._in_thread(lambda: next(archive.pieces, None))) is not None:
             yield piece
 
-    def _opened(self, file_id: str, name: str) -> Archive:
+    def _located(self, file_id: str) -> tuple[Path, list[str]]:
         with told_away():
-            folder = self._files.path(file_id)
-            members = self._files.members(file_id)
+            return self._files.path(file_id), self._files.members(file_id)
+
+    def _opened(self, file_id: str, name: str) -> Archive:
+        folder, members = self._located(file_id)
         try:
             if MEMBER in members:
                 found = peft_export.converted(folder, name, self._check_running)
