@@ -48,6 +48,8 @@ def test_checkpoints_outlive_every_local_file(s3: S3Server, tmp_path: Path) -> N
                 each: contents(client.download(each, tmp_path / each.rpartition("/")[2]))
                 for each in (whole, exported, path)
             }
+            shutil.rmtree(files)  # while the service runs
+            assert contents(client.download(whole, tmp_path / "lost")) == downloads[whole]
             uploaded = client.import_peft(tmp_path / "out", name="back")
             loss = model.forward_backward(DATA).result().loss
         assert len(s3.keys("ids/")) >= 4
