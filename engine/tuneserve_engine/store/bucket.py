@@ -65,9 +65,9 @@ DEFAULT_LIMITS = Limits()
 class Bucket:
     """The objects under one prefix of a bucket.
 
-    All methods raise ``OSError``, whose ``strerror`` holds no secrets, if there is no answer within
-    the limits: 30 s by default. A missing object is ``FileNotFoundError``. The library reads
-    credentials, region and endpoint from the environment (``AWS_*``).
+    All methods raise ``OSError``, at the latest when the limits are over: 30 s by default. Its
+    ``strerror`` holds no address and no secret. A missing object is ``FileNotFoundError``. The
+    library reads credentials, region and endpoint from the environment (``AWS_*``).
     """
 
     def __init__(self, url: str, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -92,7 +92,8 @@ class Bucket:
         if len(data) != end - start:
             raise OSError(
                 errno.EIO,
-                f"{self.url}/{key} has {len(data)} bytes from {start} to {end}: it was cut short",
+                f"{len(data)} bytes from {start} to {end}: the object was cut short",
+                f"{self.url}/{key}",
             )
         return data
 
@@ -185,8 +186,9 @@ class Bucket:
         if made.content != b"first":
             raise OSError(
                 errno.ENOTSUP,
-                f"{self.url} ignores If-None-Match, so two writes could mix; use a store with "
+                "the store ignores If-None-Match, so two writes could mix; use one with "
                 "conditional writes, such as AWS S3, MinIO, Cloudflare R2 or Ceph Squid",
+                self.url,
             )
 
 
@@ -216,24 +218,24 @@ def _translated(url: str, verb: str, key: str = "") -> Iterator[None]:
     ``EIO`` says that there was no proper answer. None is a ``ConnectionError``: to our callers,
     those are the store's.
     """
-    what = f"cannot {verb} {url}/{key}" if key else f"cannot {verb} {url}"
+    what, where = f"cannot {verb} an object", f"{url}/{key}".rstrip("/")
     try:
         yield
     except FileNotFoundError as error:
         text = str(error)
         if isinstance(error.errno, int):  # our own, of a request in between
-            raise OSError(errno.EIO, f"{what}: it was deleted meanwhile") from None
+            raise OSError(errno.EIO, f"{what}: it was deleted meanwhile", where) from None
         # Any other 404 is not the bucket's answer. To HEAD ("date") it answers without a body.
         if verb != "date" and "NoSuchKey" not in text:
-            raise OSError(errno.EINVAL, f"{what}: {_reason(text)}") from None
-        raise FileNotFoundError(errno.ENOENT, f"{what}: it does not exist") from None
+            raise OSError(errno.EINVAL, f"{what}: {_reason(text)}", where) from None
+        raise FileNotFoundError(errno.ENOENT, f"{what}: it does not exist", where) from None
     except (PermissionDeniedError, UnauthenticatedError) as error:
-        raise _error(what, str(error), errno.EACCES) from None
+        raise _error(what, where, str(error), errno.EACCES) from None
     except (BaseError, ValueError) as error:
-        raise _error(what, str(error), errno.EIO) from None
+        raise _error(what, where, str(error), errno.EIO) from None
 
 
-def _error(what: str, text: str, number: int) -> OSError:
+def _error(what: str, where: str, text: str, number: int) -> OSError:
     reason = _reason(text)
     if reason.startswith(("401", "403")):
         number = errno.EACCES
@@ -241,7 +243,7 @@ def _error(what: str, text: str, number: int) -> OSError:
         number = errno.ENOSPC
     elif number == errno.EIO and (reason in _SETTINGS or re.match(r"4(?!08|09|29)\d\d\b", reason)):
         number = errno.EINVAL
-    return OSError(number, f"{what}: {reason}")
+    return OSError(number, f"{what}: {reason}", where)
 
 
 _NO_KEY = "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

@@ -107,8 +107,9 @@ class ObjectFileStore:
             for key, data in zip(manifest.keys(file_id), members.values(), strict=True):
                 self._bucket.put_object(key, data)
             self._check_fresh(started_s)
-        except OSError:
-            self._forget(manifest, file_id)
+        except OSError as error:
+            if error.errno != errno.EIO:  # then the store answers, so it can delete them too
+                self._forget(manifest, file_id)
             raise
         failpoint("file-before-rename")
         content = msgspec.json.encode(manifest)
@@ -126,9 +127,10 @@ class ObjectFileStore:
     def _check_fresh(self, started_s: float) -> None:
         if self._is_late(started_s):
             raise OSError(
-                errno.ETIMEDOUT,
-                f"the upload to {self._bucket.url} took longer than {ABANDONED_S / 2:g} s, after "
-                "which its parts may have been removed as leftovers; write again",
+                errno.ETIME,
+                f"the upload took longer than {ABANDONED_S / 2:g} s, after which its parts may "
+                "have been removed as leftovers",
+                self._bucket.url,
             )
 
     def _check_whole(self, file_id: str, manifest: Manifest) -> None:
@@ -136,9 +138,7 @@ class ObjectFileStore:
         found = {each.key for each in self._bucket.objects(f"files/{file_id}/{manifest.token}/")}
         if not found >= set(manifest.keys(file_id)):
             self._bucket.delete([f"ids/{file_id}"])
-            raise OSError(
-                errno.EIO, f"{self._bucket.url} lost a part of {file_id} meanwhile; write again"
-            )
+            raise OSError(errno.EIO, "a part of the file was deleted meanwhile", self._bucket.url)
 
     def _forget(self, manifest: Manifest, file_id: str) -> None:
         """Delete members that no manifest names; ``discard_partial`` does it if this fails."""
@@ -213,8 +213,9 @@ class ObjectFileStore:
             return msgspec.json.decode(content, type=Manifest)
         except msgspec.MsgspecError as error:
             raise OSError(
-                errno.EIO,
-                f"{self._bucket.url}/{folder}/{file_id} is no manifest: {error}; restore it",
+                errno.EINVAL,
+                f"the manifest is damaged: {error}; restore it",
+                f"{self._bucket.url}/{folder}/{file_id}",
             ) from error
 
     # --- deleting --------------------------------------------------------------------------------

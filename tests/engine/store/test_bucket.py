@@ -99,7 +99,7 @@ def test_a_store_without_conditional_writes_is_refused(
         put = staticmethod(ignore)
 
     monkeypatch.setattr(bucket, "_unrepeated", Old())
-    with pytest.raises(OSError, match=r"ignores If-None-Match.*use a store with conditional"):
+    with pytest.raises(OSError, match=r"ignores If-None-Match.*use one with conditional"):
         bucket.prove_writable()
 
 
@@ -142,10 +142,12 @@ def test_a_refusal_says_so_at_once_and_holds_no_secret(
             verb, ("x",)
         )
         began_s = time.monotonic()
-        with pytest.raises(PermissionError, match=r"cannot \w+ s3://bucket/\w+/x: 403") as caught:
+        with pytest.raises(PermissionError, match=r"cannot .* an object: 403") as caught:
             call(*given)
         assert time.monotonic() - began_s < 1
         assert "secret" not in str(caught.value)
+        assert str(caught.value.filename).startswith("s3://bucket/")
+        assert "s3://" not in str(caught.value.strerror)  # clients may read it
 
 
 def test_a_missing_object_is_told_from_a_missing_bucket(s3_url: str) -> None:
