@@ -67,6 +67,17 @@ def test_more_objects_than_a_page_of_a_listing_are_listed(s3_server: S3Server, s
     assert bucket.objects("many/") == []
 
 
+def test_a_store_without_bulk_deletions_can_be_used(
+    proxied: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DISABLE_BULK_DELETE", "true")
+    with proxied(lambda *_: "") as (bucket, proxy):  # type: ignore[attr-defined]
+        bucket.put_object("a/x", b"")
+        bucket.delete(["a/x", "a/none"])
+        assert bucket.objects("a/") == []
+        assert [each.split(" ")[0] for each in proxy.requests] == ["PUT", "DELETE", "DELETE", "GET"]
+
+
 def test_prefixes_are_apart(s3_url: str) -> None:
     one, other = Bucket(f"{s3_url}/a"), Bucket(f"{s3_url}/ab")
     one.put_object("x/1", b"")
