@@ -32,7 +32,9 @@ class _Copy(NamedTuple):
 class FileCache:
     """Copies of files in a directory, which any number of processes share.
 
-    A copy is complete or absent. It is a version of its id: the one with the token.
+    A copy is complete or absent. It is a version of its id: the one with the token. With
+    ``spares_disk``, no copy is made that would leave less than ``min_free_bytes``. Without, old
+    copies are removed for that, and the new one is made all the same: accepted work needs it.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class FileCache:
         *,
         max_bytes: int,
         min_free_bytes: int = 0,
+        spares_disk: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._root = root
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
+        self._spares_disk = spares_disk
         self._clock = clock
         self._files: FileStore | None = None
 
@@ -137,7 +141,7 @@ class FileCache:
                 break
             files.delete(each.file_id)
             total -= each.size
-        if size:
+        if size and self._spares_disk:
             check_room(self._root, size, self._min_free_bytes)
 
     def _has_room(self, size: int) -> bool:

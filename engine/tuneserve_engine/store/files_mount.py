@@ -30,10 +30,11 @@ _CACHE = "cache"
 files from before the bucket was chosen, and those are no copies."""
 
 
-def new_files(settings: CommonSettings) -> Files:
+def new_files(settings: CommonSettings, *, spares_disk: bool = True) -> Files:
     """Return the files that the settings choose, in a bucket or a directory, without a check.
 
-    Raises ``OSError`` if a local directory cannot be made.
+    ``spares_disk`` is that of local copies from a bucket: see ``FileCache``. Raises ``OSError`` if
+    a local directory cannot be made.
     """
     if not settings.files_url:
         return FileStore(settings.files_dir, min_free_bytes=settings.min_free_bytes)
@@ -41,18 +42,19 @@ def new_files(settings: CommonSettings) -> Files:
         settings.files_dir / _CACHE,
         max_bytes=settings.files_cache_bytes,
         min_free_bytes=settings.min_free_bytes,
+        spares_disk=spares_disk,
     )
     return ObjectFileStore(Bucket(settings.files_url), cache)
 
 
-def open_files(settings: CommonSettings) -> Files:
-    """Return the files that the settings choose.
+def open_files(settings: CommonSettings, *, spares_disk: bool = True) -> Files:
+    """Return the files that the settings choose, as ``new_files`` does.
 
     Raises ``OSError`` if they cannot be written, which is ``ConnectionError`` if a bucket does not
     answer now.
     """
     try:
-        files = new_files(settings)
+        files = new_files(settings, spares_disk=spares_disk)
         files.prove_writable()
     except OSError as error:
         if settings.files_url:
@@ -70,11 +72,11 @@ def open_files(settings: CommonSettings) -> Files:
     return files
 
 
-def wait_for_files(settings: CommonSettings) -> Files:
+def wait_for_files(settings: CommonSettings, *, spares_disk: bool) -> Files:
     """Return the files as ``open_files`` does, once the bucket answers."""
     while True:
         try:
-            return open_files(settings)
+            return open_files(settings, spares_disk=spares_disk)
         except ConnectionError as error:
             logger.warning("trying again: %s", error)
             time.sleep(_RETRY_S)

@@ -61,7 +61,7 @@ def main() -> int:
         if settings.own_host_number:
             return _follow(settings, pulse)
         lock = _lock(settings)
-        files = wait_for_files(settings)
+        files = wait_for_files(settings, spares_disk=False)
         asyncio.run(check_store(settings))
         backend, own = _backend(settings)
         _discard_partial(files)

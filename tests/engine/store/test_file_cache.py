@@ -133,6 +133,8 @@ def test_old_copies_make_room_on_a_full_disk(
         cache.add(B, TOKEN, SIZES, span)
     assert caught.value.errno == errno.ENOSPC
     assert held(root) == set()
+    worker = cache_of(root, min_free_bytes=100, spares_disk=False)
+    assert worker.add(B, TOKEN, SIZES, span) == root / B  # accepted work needs it
 
 
 def test_a_lost_directory_is_made_again(tmp_path: Path) -> None:
