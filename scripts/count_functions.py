@@ -96,7 +96,7 @@ async def count(folder: Path, recorder: Recorder) -> set[CodeType]:
     store = await open_store(api, asyncio.Event())
     app = create_app(api, store)
     backend = JaxBackend.from_options(settings.backend_options)
-    executor = JobExecutor(backend, open_files(settings.files_dir, min_free_bytes=0))
+    executor = JobExecutor(backend, open_files(settings))
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

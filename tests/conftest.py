@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import jax
 import pytest
 
 from tests.redis_server import RedisServer
+from tests.s3_server import BUCKET, S3Server
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -66,3 +68,18 @@ def sdk_clients_are_closed() -> Iterator[None]:
         from tests.sdk import close_clients
 
         close_clients()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One server for all tests that do not stop it."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place of the test's own in the server's bucket, which this process can reach."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{secrets.token_hex(8)}"

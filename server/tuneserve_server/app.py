@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from tuneserve_client.wire import types
 from tuneserve_engine.store import remote
-from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import OpenStore
 from tuneserve_engine.telemetry.tracing import Tracer
 from tuneserve_server import errors
@@ -170,7 +170,7 @@ class _Api(FastAPI):
 async def _services(
     settings: ApiSettings, store: OpenStore, polls: LongPolls, counted: HttpMetrics
 ) -> Services:
-    files = FileStore(settings.files_dir, min_free_bytes=settings.min_free_bytes)
+    files = await asyncio.to_thread(new_files, settings)
     disks = [settings.files_dir]
     if settings.store_kind == "sqlite":
         disks.append(settings.data_dir)

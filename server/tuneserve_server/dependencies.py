@@ -22,7 +22,7 @@ from tuneserve_engine.core.records import (
     SessionRecord,
 )
 from tuneserve_engine.store.errors import StoreFailed
-from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.store.open import OpenStore
 from tuneserve_engine.telemetry import logs
 from tuneserve_server.access import scopes
@@ -65,7 +65,7 @@ class Services:
 
     settings: ApiSettings
     store: OpenStore
-    files: FileStore
+    files: Files
     unused: UnusedFiles
     served: BaseModels
     last_seen: Heartbeats

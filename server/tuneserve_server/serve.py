@@ -98,7 +98,7 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             "listening on %s, store %s, files in %s",
             settings.url,
             settings.store_shown,
-            settings.files_dir.resolve(),
+            settings.files_url or settings.files_dir.resolve(),
         )
         _say_who_gets_in(settings, is_keyed)
         if not stopped.is_set():

@@ -8,8 +8,8 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tuneserve_engine.process.failpoints import arm
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.base import Queue
 from tuneserve_engine.store.errors import Fenced
-from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import open_queue
 from tuneserve_engine.worker import worker
 from tuneserve_engine.worker.execution.executor import JobExecutor
@@ -84,6 +84,7 @@ class Life:
     points: PointPolicy = OFTEN
     stop_s: float = worker.STOP_S
     batch_s: float = BATCH_S
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self) -> BaseProcess:
         process = _context.Process(target=_live, args=(self,), daemon=True)
@@ -92,6 +93,7 @@ class Life:
 
 
 def _live(life: Life) -> None:
+    os.environ.update(life.environment)  # the server of forks has that of the first test
     if life.log is None:
         logging.disable(logging.CRITICAL)
     else:
@@ -110,7 +112,7 @@ def _live(life: Life) -> None:
 
 async def _work(life: Life) -> None:
     backend = life.new_backend()
-    executor = JobExecutor(backend, FileStore(Path(life.settings.files_dir)))
+    executor = JobExecutor(backend, new_files(life.settings))
     policy = worker.WorkerPolicy(points=life.points, renew_s=life.renew_s)
     async with open_queue(life.settings) as connect:
         running = worker.Worker(

@@ -4,10 +4,12 @@ No acknowledged request is lost. Results and states equal those of an undisturbe
 """
 
 import asyncio
+import os
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tuneserve_engine.core.records import ModelRecord
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.base import Store
+from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import open_store
 
 ROUNDS = 12
@@ -44,8 +47,11 @@ async def opened(settings: CommonSettings) -> AsyncIterator[Store]:
 class Killer:
     """Keeps a worker running that dies again and again."""
 
-    def __init__(self, settings: CommonSettings, seed: int, kills: int) -> None:
+    def __init__(
+        self, settings: CommonSettings, seed: int, kills: int, points: Sequence[str] = KILL_POINTS
+    ) -> None:
         self.settings = settings
+        self.points = points
         self.draw = random.Random(seed)
         self.wanted = kills
         self.kills: dict[str, int] = {}
@@ -56,10 +62,11 @@ class Killer:
 
     async def run(self) -> None:
         while True:
-            life = Life(self.settings, "worker")
+            environment = {k: v for k, v in os.environ.items() if k.startswith("AWS_")}
+            life = Life(self.settings, "worker", environment=environment)
             if not self.is_done:
-                point = self.draw.choice(KILL_POINTS)
-                life = Life(self.settings, "worker", point, self.draw.randint(1, 4))
+                point = self.draw.choice(self.points)
+                life = replace(life, kill_at=point, nth=self.draw.randint(1, 4))
             process = await asyncio.to_thread(life.start)
             try:
                 # A worker that does not reach its failpoint would keep the others from dying.
@@ -73,10 +80,12 @@ class Killer:
                 await asyncio.to_thread(process.join)
 
 
-async def disturbed(settings: CommonSettings, kills: int, seed: int) -> list[dict[str, Any]]:
+async def disturbed(
+    settings: CommonSettings, kills: int, seed: int, points: Sequence[str] = KILL_POINTS
+) -> list[dict[str, Any]]:
     """Groups of three tenants, one after the other until enough workers were killed."""
     async with opened(settings) as store:
-        killer = Killer(settings, seed, kills)
+        killer = Killer(settings, seed, kills, points)
         killing = asyncio.create_task(killer.run())
         groups: list[dict[str, Any]] = []
         try:
@@ -106,10 +115,14 @@ async def play_group(store: Store, settings: CommonSettings, index: int) -> dict
     for tenant in tenants:
         model = await store.get_record(ModelRecord, tenant.model_id)
         assert model is not None and not model.diverged
-    root = Path(settings.files_dir)
+    files = new_files(settings)
+    folders = [await asyncio.to_thread(files.path, tenant.final_file) for tenant in tenants]
     return {
         "results": {client.tenant.name: client.results for client in clients},
-        "states": {t.name: state_bits(root / t.final_file, FAKE_INFO.name) for t in tenants},
+        "states": {
+            tenant.name: state_bits(folder, FAKE_INFO.name)
+            for tenant, folder in zip(tenants, folders, strict=True)
+        },
     }
 
 
@@ -117,8 +130,14 @@ def undisturbed(folder: Path, group: int) -> dict[str, Any]:
     return play(0, folder, Faults(), rounds=ROUNDS, first=3 * group)[0]
 
 
-def check(settings: CommonSettings, tmp_path: Path, kills: int, seed: int) -> None:
-    groups = asyncio.run(disturbed(settings, kills, seed))
+def check(
+    settings: CommonSettings,
+    tmp_path: Path,
+    kills: int,
+    seed: int,
+    points: Sequence[str] = KILL_POINTS,
+) -> None:
+    groups = asyncio.run(disturbed(settings, kills, seed, points))
     for index, group in enumerate(groups):
         assert group == undisturbed(tmp_path / f"undisturbed-{index}", index), f"group {index}"
 

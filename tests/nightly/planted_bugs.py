@@ -9,6 +9,7 @@ REDIS = f"{ENGINE}/store/redis/scripts"
 JAX_TESTS, WORKER_TESTS = "tests/engine/backend/jax", "tests/engine/worker"
 SIMULATION = ("tests/faults/test_simulation.py", "-m", "not nightly")
 LONGER = ("tests/faults/test_simulation.py", "-m", "nightly", "-k", "longer")
+BUCKET_TESTS = ("tests/engine/store/test_object_files.py",)
 JAX_KILLS = ("tests/faults/test_kills_jax.py", "-m", "not nightly")
 
 
@@ -556,6 +557,56 @@ BUGS = (
         "call('ZREM', of_client, id) == 1 and ",
         "call('ZREM', of_client, id) >= 0 and ",
         on_redis("acknowledged_results"),
+    ),
+    # --- files in a bucket ------------------------------------------------------------------------
+    Bug(
+        "a writer that takes its own manifest for another's",
+        f"{ENGINE}/store/object_files.py",
+        "if made.content != content:  #",
+        "if made.content != content or made.repeated:  #",
+        BUCKET_TESTS,
+    ),
+    Bug(
+        "members go although their manifest may still appear",
+        f"{ENGINE}/store/object_files.py",
+        'made = self._bucket.create(f"ids/{file_id}", content)',
+        'self._forget(manifest, file_id); made = self._bucket.create(f"ids/{file_id}", content)',
+        BUCKET_TESTS,
+    ),
+    Bug(
+        "dates of objects are taken as exact",
+        f"{ENGINE}/store/object_files.py",
+        "_ERROR_S = 2.0",
+        "_ERROR_S = 0.0",
+        BUCKET_TESTS,
+    ),
+    Bug(
+        "a manifest that moves during the clean-up is missed",
+        f"{ENGINE}/store/object_files.py",
+        'for prefix in ("ids/", "quarantine/", "ids/"):',
+        'for prefix in ("ids/", "quarantine/"):',
+        BUCKET_TESTS,
+    ),
+    Bug(
+        "a copy is served although its file was written anew",
+        f"{ENGINE}/store/file_cache.py",
+        "is_whole = (folder / _VERSION).read_text() == token",
+        "is_whole = (folder / _VERSION).exists()",
+        BUCKET_TESTS,
+    ),
+    Bug(
+        "any 404 counts as a missing object",
+        f"{ENGINE}/store/bucket.py",
+        'if verb != "date" and "NoSuchKey" not in text:',
+        "if False:",
+        ("tests/engine/store/test_bucket.py",),
+    ),
+    Bug(
+        "a model whose files are away is lost",
+        f"{ENGINE}/worker/models/recovery.py",
+        "            except FilesAway:\n                raise\n",
+        "",
+        ("tests/engine/worker/models/test_recovery_edge_cases.py",),
     ),
     # --- files ------------------------------------------------------------------------------------
     Bug(

@@ -3,7 +3,8 @@
 EngineError
 ├── UserError        the request is wrong; category "user"; repeating it gives the same answer
 └── ServerError      we failed; category "server"; the request itself may be fine
-    └── FileDamaged  a checkpoint or recovery point is not as it was written
+    ├── FileDamaged  a checkpoint or recovery point is not as it was written
+    └── FilesAway    the store of files does not answer
 
 A message says what was wrong, the value, the limit, and what to do next.
 """
@@ -18,6 +19,7 @@ class EngineError(Exception):
 
     category: ClassVar[Category] = "unknown"
     no_room = False  # True: no room here and now; later, or on another worker, it may fit
+    files_away = False  # True: a file could not be reached; nothing is known about it
 
 
 class UserError(EngineError):
@@ -38,6 +40,12 @@ class FileDamaged(ServerError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class FilesAway(ServerError):
+    """The error of a file that cannot be reached now; it may be in order."""
+
+    files_away = True
 
 
 def shown(text: str) -> str:

@@ -41,16 +41,18 @@ class JobKind(StrEnum):
 class Rejection:
     """The reason for which a request is not carried out; its ``seq_id`` is used up all the same.
 
-    ``no_room`` (the device had no room) is for the worker that sets it; it is not stored.
+    ``no_room`` (the device had no room) and ``files_away`` (a file could not be reached) are for
+    the worker that sets them; they are not stored.
     """
 
     message: str
     category: Category = "user"
     no_room: bool = False
+    files_away: bool = False
 
     @classmethod
     def from_error(cls, error: EngineError) -> "Rejection":
-        return cls(str(error), error.category, error.no_room)
+        return cls(str(error), error.category, error.no_room, error.files_away)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,20 @@ class CommonSettings(BaseSettings):
     files_dir: Path = Field(
         default_factory=lambda known: known["data_dir"] / "files",
         description="Directory that holds checkpoints and recovery points. With several hosts, it "
-        "must be a directory that all of them share. Default: files/ in the data directory.",
+        "must be a directory that all of them share, unless files_url is set. Default: files/ in "
+        "the data directory.",
+    )
+    files_url: str = Field(
+        default="",
+        description="Bucket that holds checkpoints and recovery points instead of files_dir: "
+        "s3://bucket/prefix. The directory then holds copies of files, and uploads in progress. "
+        "Credentials, region and endpoint come from the environment (AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and others).",
+    )
+    files_cache_bytes: NonNegativeInt = Field(
+        default=50 * 2**30,
+        description="Disk space in bytes for local copies of files in a bucket (files_url). The "
+        "least recently used ones are removed first, and none within an hour of its last use.",
     )
     group_access: bool = Field(
         default=False,
@@ -169,6 +182,11 @@ class CommonSettings(BaseSettings):
         )
 
     @property
+    def files_shown(self) -> str:
+        """The bucket or directory of files."""
+        return self.files_url or str(self.files_dir)
+
+    @property
     def store_kind(self) -> Literal["sqlite", "redis"]:
         return "redis" if self.store else "sqlite"
 
@@ -196,6 +214,17 @@ class CommonSettings(BaseSettings):
     def store_policy(self) -> StorePolicy:
         """The part of the store's policy that this process needs to open the store."""
         return StorePolicy(lease_ttl_s=self.lease_ttl_s, job_attempts=self.job_attempts)
+
+    @field_validator("files_url")
+    @classmethod
+    def _known_files(cls, url: str) -> str:
+        if url and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/[\w.=+-]+)*/?", url):
+            raise ValueError(
+                "it must be empty, for files in files_dir, or a bucket with or without a prefix, "
+                "s3://bucket/prefix, without credentials: those are in AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY"
+            )
+        return url.rstrip("/")
 
     @field_validator("otel")
     @classmethod

@@ -105,12 +105,16 @@ def new_file_id() -> str:
 
 
 class FileStore:
-    """A store of directories of files under ``root``, immutable once they exist.
+    """The ``Files`` in a directory, ``root``: a subdirectory for each id.
 
     A directory appears under its id only when every member is on disk: members are written under a
     temporary name and fsynced, then the directory is renamed and its parent fsynced. Any number of
     processes may share one root: each write has a temporary name of its own.
     """
+
+    place = "directory of files"
+    option = "--files-dir"
+    remedy = "free some disk and save again"
 
     def __init__(
         self,
@@ -125,6 +129,10 @@ class FileStore:
         self._min_free_bytes = min_free_bytes
         self._clock = clock
         self._make_durable_directory(root)
+
+    @property
+    def shown(self) -> str:
+        return str(self._root)
 
     def write(
         self, file_id: str, members: Mapping[str, bytes], *, spares_disk: bool = False
@@ -167,11 +175,7 @@ class FileStore:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """Yield a directory for members that are written piece by piece.
-
-        The directory is removed at the end, unless it was published. If the process is killed,
-        ``discard_partial`` removes it one hour after the last file was made in it.
-        """
+        """Yield a directory for members that are written piece by piece; see ``Files``."""
         partial = self._partial("staging")
         self._fs.mkdir(partial)
         try:
@@ -198,7 +202,7 @@ class FileStore:
 
         Raises ``ValueError`` for a text that is not in the format of ``new_file_id``.
         """
-        if not _is_file_id(file_id):
+        if not is_file_id(file_id):
             raise ValueError(f"{file_id!r} is no file id; expected 32 hexadecimal digits")
         return self._root / file_id
 
@@ -220,7 +224,7 @@ class FileStore:
 
         The age is as of ``now_s``, or by this machine's clock.
         """
-        found = {name for name in self._fs.names(self._root) if _is_file_id(name)}
+        found = {name for name in self._fs.names(self._root) if is_file_id(name)}
         if older_than_s > 0:
             return {name for name in found if self._is_older(name, older_than_s, now_s)}
         return found
@@ -327,7 +331,7 @@ class FileStore:
 
     def _ids_in(self, folder: Path) -> list[str]:
         try:
-            return sorted(filter(_is_file_id, self._fs.names(folder)))
+            return sorted(filter(is_file_id, self._fs.names(folder)))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -374,14 +378,8 @@ class FileStore:
             self._fs.close(descriptor)
 
 
-def file_folders(root: Path) -> Iterator[Path]:
-    """Yield the directories of all file ids, including those in quarantine."""
-    for folder in (root, *(root / QUARANTINE).glob("*")):
-        with suppress(OSError):  # none yet, or unreadable: ``open_files`` reports that
-            yield from [folder / name for name in os.listdir(folder) if _is_file_id(name)]
-
-
-def _is_file_id(name: str) -> bool:
+def is_file_id(name: str) -> bool:
+    """Return whether the name is in the format of ``new_file_id``."""
     return len(name) == 32 and set(name) <= set("0123456789abcdef")
 
 

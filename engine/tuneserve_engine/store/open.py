@@ -1,12 +1,14 @@
 """Functions that open the store that the settings name."""
 
 import asyncio
+import errno
 import logging
 import math
+import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +20,14 @@ from tuneserve_engine.process.permissions import make_folder
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.base import Queue, Soundness, Store
 from tuneserve_engine.store.errors import StoreDamaged, StoreFailed, StoreUnusable
-from tuneserve_engine.store.files import file_folders
-from tuneserve_engine.store.files_mount import check_marked, check_shared, check_unused, open_files
+from tuneserve_engine.store.files import QUARANTINE, is_file_id
+from tuneserve_engine.store.files_mount import (
+    check_marked,
+    check_shared,
+    check_unused,
+    new_files,
+    open_files,
+)
 from tuneserve_engine.store.ownership import Adopted, Ownership
 from tuneserve_engine.store.remote import RemoteQueue
 from tuneserve_engine.store.sqlite.store import SqliteStore
@@ -45,7 +53,14 @@ def settle_permissions(settings: CommonSettings) -> None:
         names += ["files", "decompositions"]
     permissions.narrow(settings.data_dir / name for name in names)
     if not settings.group_access:
-        permissions.narrow(file_folders(settings.files_dir))
+        permissions.narrow(_file_folders(settings.files_dir))
+
+
+def _file_folders(root: Path) -> Iterator[Path]:
+    """Yield the directories of all file ids, including those in quarantine."""
+    for folder in (root, *(root / QUARANTINE).glob("*")):
+        with suppress(OSError):  # none yet, or unreadable: ``open_files`` reports that
+            yield from [folder / name for name in os.listdir(folder) if is_file_id(name)]
 
 
 class OpenStore(Store, Protocol):
@@ -98,11 +113,24 @@ async def check_store(settings: CommonSettings) -> None:
 async def _open_with_files(settings: CommonSettings) -> OpenStore:
     store = await _open(settings)
     try:
-        await check_shared(settings.files_dir, store, settings.store_shown)
+        files = await asyncio.to_thread(open_files, settings)
+        with _answered(settings):
+            await check_shared(files, store, settings.store_shown)
     except BaseException:
         await store.close()
         raise
     return store
+
+
+@contextmanager
+def _answered(settings: CommonSettings) -> Iterator[None]:
+    """Raise ``ConnectionError`` if the bucket of files does not answer."""
+    try:
+        yield
+    except OSError as error:
+        if settings.files_url and error.errno == errno.EIO:
+            raise ConnectionError(str(error)) from error
+        raise
 
 
 async def adopt_files(settings: CommonSettings) -> Adopted:
@@ -111,7 +139,7 @@ async def adopt_files(settings: CommonSettings) -> Adopted:
     Raises ``StoreUnusable``, also while another store's service uses the directory;
     ``ConnectionError`` or ``StoreFailed`` if the store does not answer; and ``OSError``.
     """
-    files = open_files(settings.files_dir)
+    files = open_files(settings)
     store = await _open(settings, before_new=lambda: None)
     try:
         return await Ownership(files, store).adopt()
@@ -124,10 +152,10 @@ async def _open(
 ) -> OpenStore:
     """Open the store; create a new one only if ``before_new`` returns.
 
-    By default, ``before_new`` raises if another store has files in the directory.
+    By default, ``before_new`` raises if another store has files there.
     """
     if before_new is None:
-        before_new = partial(check_unused, settings.files_dir, settings.store_shown)
+        before_new = partial(_check_unused, settings)
     if settings.store_kind == "sqlite":
         make_folder(settings.data_dir)
         if not settings.store_file.exists():
@@ -147,6 +175,12 @@ async def _open(
         durability_asserted=settings.store_durability_asserted,
         before_new=before_new,
     )
+
+
+def _check_unused(settings: CommonSettings) -> None:
+    files = open_files(settings)
+    with _answered(settings):
+        check_unused(files, settings.store_shown)
 
 
 def _within_disk(policy: StorePolicy, folder: Path) -> StorePolicy:
@@ -180,10 +214,19 @@ async def open_queue(settings: CommonSettings) -> AsyncIterator[Callable[[], Awa
             remote = RemoteQueue(settings.store_socket)
         except ValueError as error:  # a data directory with too long a name
             raise StoreUnusable(str(error)) from None
+        files = new_files(settings)
 
         async def connect() -> Queue:
             await remote.connect(timeout_s=math.inf)
-            check_marked(settings.files_dir)  # only once connected: the API process leaves the mark
+            # Only once connected: the API process leaves the mark.
+            while True:
+                try:
+                    with _answered(settings):
+                        await asyncio.to_thread(check_marked, files)
+                    break
+                except ConnectionError as error:
+                    logger.warning("trying again: %s", error)
+                    await asyncio.sleep(_RETRY_S)
             return remote
 
         logger.info("waiting for the API process at %s", settings.store_socket)

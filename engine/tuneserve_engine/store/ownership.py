@@ -3,16 +3,16 @@
 A clean-up deletes the files that its store does not name. It must be sure that the directory is
 this store's: otherwise it deletes the files of another store.
 
-The directory has two kinds of empty subdirectories. ``.of-<mark>`` says which store the directory
-belongs to. ``.owner-<identity>-<generation>-<nonce>`` says how far that store had come: the
-identity is a hash of its secret, and the generation grows for as long as the store is in use. The
-store records its newest generations too, each before the directory gets it. So a store that is
-older than the directory (restored from a copy) does not know the directory's generation; nor does a
-store that went on from the same copy elsewhere. The age of the newest generation is the owner's
-lease.
+The directory has two kinds of notes: empty subdirectories, or empty objects where the files are in
+a bucket. ``.of-<mark>`` says which store the directory belongs to. ``.owner-<claim>``, with a claim
+of ``<identity>-<generation>-<nonce>``, says how far that store had come: the identity is a hash of
+its secret, and the generation grows for as long as the store is in use. The store records its
+newest generations too, each before the directory gets it. So a store that is older than the
+directory (restored from a copy) does not know the directory's generation; nor does a store that
+went on from the same copy elsewhere. The age of the newest generation is the owner's lease.
 
 Generations cannot tell a copy from its original if the copy starts first: then the original looks
-older. Two more kinds of subdirectories cover this case. A store that finds itself in another place
+older. Two more kinds of notes cover this case. A store that finds itself in another place
 than it has recorded leaves ``.moved-<seat>``: for some days it spares every file that was there
 before, because its original may name it. A store that is older than the directory, or has parted
 from it, leaves ``.disputed-<claim>-<nonce>``: from then on neither store removes anything.
@@ -23,14 +23,15 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tuneserve_engine.core.records import DirectoryRecord
 from tuneserve_engine.store.base import Store
 from tuneserve_engine.store.errors import StoreFailed, StoreReplaced, StoreUnusable
-from tuneserve_engine.store.files import FULL, FileStore
+from tuneserve_engine.store.files import FULL
+from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.store.served_time import forget, served_s
 
 MARK = ".of-"
@@ -70,6 +71,8 @@ class Found:
     marks: Collection[str]
     claims: Mapping[Claim, float]  # with the age of each in seconds
     disputes: Mapping[str, float]  # with the age of each in seconds
+    place: str  # what messages call the directory
+    option: str  # the option that chooses it
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,11 @@ def identity_of(secret: bytes) -> str:
     return hmac.new(secret, b"owner of files", hashlib.sha256).hexdigest()[:32]
 
 
-def marks(files: FileStore) -> set[str]:
+def marks(files: Files) -> set[str]:
     return set(files.notes(MARK))
 
 
-def claims(files: FileStore, now_s: float | None = None) -> dict[Claim, float]:
+def claims(files: Files, now_s: float | None = None) -> dict[Claim, float]:
     found = {}
     for text, age_s in files.notes(OWNER, now_s).items():
         identity, _, rest = text.partition("-")
@@ -121,9 +124,10 @@ def claims(files: FileStore, now_s: float | None = None) -> dict[Claim, float]:
     return found
 
 
-def found_in(files: FileStore, now_s: float | None = None) -> Found:
+def found_in(files: Files, now_s: float | None = None) -> Found:
     """Return the directory's notes; ages are as of ``now_s``, or by the clock of this machine."""
-    return Found(marks(files), claims(files, now_s), files.notes(DISPUTE, now_s))
+    disputes = files.notes(DISPUTE, now_s)
+    return Found(marks(files), claims(files, now_s), disputes, files.place, files.option)
 
 
 def facts_of(
@@ -153,41 +157,40 @@ def problem_of(facts: Facts) -> Problem | None:
     if strangers or set(facts.marks) - {facts.mark, facts.identity}:
         return Problem(
             "foreign",
-            "the directory of files is another store's, or was (two services with one --files-dir, "
+            f"the {facts.place} is another store's, or was (two services with one {facts.option}, "
             "or a store that was replaced); nothing in it is deleted. To make it this store's, "
             f"{_ADOPT}",
         )
     if facts.mark not in facts.marks:
         return Problem(
             "unmarked",
-            f"the directory of files lacks the mark of this store, {MARK}{facts.mark}: it is "
-            "another, is not mounted, or lost it; nothing in it is deleted. Put back what belongs "
-            "there, or run: tuneserve files adopt",
+            f"the {facts.place} lacks the mark of this store, {MARK}{facts.mark}: it is another, "
+            "is not mounted, or lost it; nothing in it is deleted. Put back what belongs there, or "
+            "run: tuneserve files adopt",
         )
     reached = max((each.generation for each in facts.claims), default=0)
     known = max(facts.generations, default=0)
     if reached > known:
         return Problem(
             "older",
-            f"the store is older than its directory of files (generation {known}, where the "
-            f"directory is at {reached}): it was restored from a copy, and does not name what was "
-            "saved since; nothing is deleted. If the service is to go on with this store, "
-            f"{_ADOPT}",
+            f"the store is older than its {facts.place} (generation {known}, where that is at "
+            f"{reached}): it was restored from a copy, and does not name what was saved since; "
+            f"nothing is deleted. If the service is to go on with this store, {_ADOPT}",
         )
     nonces = {each.nonce for each in facts.claims if each.generation == reached}
     is_known = nonces == {facts.generations.get(reached)} and reached >= known - 1
     if not is_known and (reached or known > 1):  # otherwise it is claimed for the first time
         return Problem(
             "parted",
-            "the store and its directory of files have gone different ways (one of them was "
-            "restored from a copy, or a copy of the store uses the directory too); nothing is "
-            f"deleted. To go on with this store, {_ADOPT}",
+            f"the store and its {facts.place} have gone different ways (one of them was restored "
+            "from a copy, or a copy of the store uses the files too); nothing is deleted. To go on "
+            f"with this store, {_ADOPT}",
         )
     if facts.disputes:
         return Problem(
             "disputed",
             "a copy of this store, or the store that this one is a copy of, was started with the "
-            "same directory of files, and names others of them; neither deletes anything. Stop "
+            f"same {facts.place}, and names others of them; neither deletes anything. Stop "
             "that one, wait for two minutes, and run here: tuneserve files adopt",
         )
     return None
@@ -212,7 +215,7 @@ class Ownership:
     """The ownership of one directory by one store. Any number of processes may share both."""
 
     def __init__(
-        self, files: FileStore, store: Store, clock: Callable[[], float] = time.monotonic
+        self, files: Files, store: Store, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._files = files
         self._store = store
@@ -286,21 +289,19 @@ class Ownership:
         ]
         if min(alive_s, default=LEASE_S) < LEASE_S:
             raise StoreUnusable(
-                f"the directory of files has an owner that was alive {min(alive_s):.0f} s ago; "
-                f"stop that service, wait until it was silent for {LEASE_S:.0f} s, and try again; "
-                "or give this one a --files-dir of its own"
+                f"the {facts.place} has an owner that was alive {min(alive_s):.0f} s ago; stop "
+                f"that service, wait until it was silent for {LEASE_S:.0f} s, and try again; or "
+                f"give this one a {facts.option} of its own"
             )
         mark = facts.mark or facts.identity
         await asyncio.to_thread(self._files.leave_note, f"{MARK}{mark}")
         await self._store.put_new_record(DirectoryRecord(FILES, mark))
         reached = max((each.generation for each in facts.claims), default=0)
         await self._claim(facts, max(reached, *facts.generations, 0) + 1)
-        for other in set(facts.marks) - {mark}:
-            self._files.remove_note(f"{MARK}{other}")
-        for name in facts.disputes:
-            self._files.remove_note(f"{DISPUTE}{name}")
+        others = [f"{MARK}{other}" for other in set(facts.marks) - {mark}]
+        await self._remove(others + [f"{DISPUTE}{name}" for name in facts.disputes])
         await self._settle(facts.seat)
-        present = self._files.ids()
+        present = await asyncio.to_thread(self._files.ids)
         return Adopted(len(present), len(present & await self._store.files_in_use()))
 
     async def _facts(self, now_s: float | None = None) -> Facts:
@@ -316,15 +317,21 @@ class Ownership:
     async def _take_seat(self, facts: Facts) -> None:
         if facts.known_seat is None:
             await self._store.put_new_record(DirectoryRecord(SEAT, facts.seat, parent=FILES))
-        elif facts.has_moved and facts.seat not in self._files.notes(MOVED):
+        elif facts.has_moved and facts.seat not in await asyncio.to_thread(
+            self._files.notes, MOVED
+        ):
             await asyncio.to_thread(self._files.leave_note, f"{MOVED}{facts.seat}")
 
     async def _settle(self, seat: str) -> None:
         """Record the store's place as settled: from now on no other store can name its files."""
         await self._store.put_record(DirectoryRecord(SEAT, seat, parent=FILES))
-        for each in self._files.notes(MOVED):
-            self._files.remove_note(f"{MOVED}{each}")
-        forget(self._files, "moved-")
+        found = await asyncio.to_thread(self._files.notes, MOVED)
+        await self._remove(f"{MOVED}{each}" for each in found)
+        await asyncio.to_thread(forget, self._files, "moved-")
+
+    async def _remove(self, notes: Iterable[str]) -> None:
+        for each in notes:
+            await asyncio.to_thread(self._files.remove_note, each)
 
     # --- the lease --------------------------------------------------------------------------------
 

@@ -1,18 +1,19 @@
-"""The time for which something has been in a directory of files while a service was running.
+"""The time for which something has been among the files while a service was running.
 
-The count is in the name of an empty subdirectory, ``.seen-<what>-<seconds>``, and grows by at most
-an hour between two calls: neither time in which no service ran nor a jump of the clock counts.
+The count is in the name of a note, ``.seen-<what>-<seconds>``, and grows by at most an hour
+between two calls: neither time in which no service ran nor a jump of the clock counts.
 """
 
 from collections.abc import Collection
 
-from tuneserve_engine.store.files import FULL, FileStore
+from tuneserve_engine.store.files import FULL
+from tuneserve_engine.store.files_base import Files
 
 _SEEN = ".seen-"
 _MOST_S = 3600
 
 
-def served_s(files: FileStore, what: str) -> float:
+def served_s(files: Files, what: str) -> float:
     """Return the seconds since the first call, if there is a call every few seconds."""
     prefix = f"{_SEEN}{what}-"
     found = {int(text): age_s for text, age_s in files.notes(prefix).items() if text.isdecimal()}
@@ -35,7 +36,7 @@ def served_s(files: FileStore, what: str) -> float:
     return float(after)
 
 
-def forget(files: FileStore, prefix: str, but: Collection[str] = ()) -> None:
+def forget(files: Files, prefix: str, but: Collection[str] = ()) -> None:
     """Remove the counts whose names begin with the prefix, except the names in ``but``."""
     for text in files.notes(f"{_SEEN}{prefix}"):
         name = f"{prefix}{text}"

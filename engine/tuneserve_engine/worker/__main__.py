@@ -25,8 +25,8 @@ from tuneserve_engine.process import pauses
 from tuneserve_engine.process.lock import lock_name
 from tuneserve_engine.settings.worker import WorkerSettings
 from tuneserve_engine.store.errors import Fenced, StoreUnusable
-from tuneserve_engine.store.files import FileStore
-from tuneserve_engine.store.files_mount import open_files
+from tuneserve_engine.store.files_base import Files
+from tuneserve_engine.store.files_mount import wait_for_files
 from tuneserve_engine.store.open import check_store, open_queue, settle_permissions
 from tuneserve_engine.telemetry import logs
 from tuneserve_engine.telemetry.tracing import open_tracer
@@ -61,10 +61,10 @@ def main() -> int:
         if settings.own_host_number:
             return _follow(settings, pulse)
         lock = _lock(settings)
-        files = open_files(settings.files_dir, min_free_bytes=settings.min_free_bytes)
+        files = wait_for_files(settings, spares_disk=False)
         asyncio.run(check_store(settings))
         backend, own = _backend(settings)
-        files.discard_partial()
+        _discard_partial(files)
     except (ValueError, OSError, StoreUnusable) as error:
         return _refuse(error)
     except (NotMet, MemberLost) as error:
@@ -91,6 +91,13 @@ def main() -> int:
             signal.signal(number, signal.SIG_IGN)  # a follower may still ask to stop
         backend.end()
     return 0
+
+
+def _discard_partial(files: Files) -> None:
+    try:
+        files.discard_partial()
+    except OSError as error:  # the API process tries it again
+        logger.warning("the leftovers of killed writers stay for now: %s", error)
 
 
 def _lock(settings: WorkerSettings) -> AbstractContextManager[object]:
@@ -173,7 +180,7 @@ async def _work(
     settings: WorkerSettings,
     backend: JaxBackend | LeaderBackend,
     own: JaxBackend,
-    files: FileStore,
+    files: Files,
     pulse: LivenessFile,
 ) -> None:
     costs = CostModel(

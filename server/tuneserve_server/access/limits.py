@@ -16,7 +16,9 @@ _FRESH_S = 1.0
 
 
 def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
+    """Return the free bytes of the folder's disk; the folder of a bucket's copies may be lost."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(there).free
 
 
 class DiskGuard:

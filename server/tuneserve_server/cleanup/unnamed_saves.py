@@ -12,7 +12,7 @@ from contextlib import suppress
 from tuneserve_engine.core.records import SamplerRecord, Update
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import CheckpointUsage, Store
-from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_base import Files
 from tuneserve_server.access.limits import most_kept
 from tuneserve_server.settings import ApiSettings
 
@@ -61,7 +61,7 @@ async def in_the_way(  # noqa: PLR0913 - two of six by name
     return []
 
 
-async def adopt(store: Store, files: FileStore) -> None:
+async def adopt(store: Store, files: Files) -> None:
     """Set the file size and the time of use (now) of saves that an earlier release made.
 
     Earlier releases stored neither value.

@@ -13,7 +13,8 @@ from typing import Any
 
 from tuneserve_engine.core.policies import UnusedPolicy
 from tuneserve_engine.store.base import Store
-from tuneserve_engine.store.files import QUARANTINE, FileStore
+from tuneserve_engine.store.files import QUARANTINE
+from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.store.ownership import Adopted, Ownership, Problem, moved
 from tuneserve_engine.store.served_time import forget, served_s
 
@@ -45,7 +46,7 @@ class UnusedFiles:
     def __init__(
         self,
         store: Store,
-        files: FileStore,
+        files: Files,
         policy: UnusedPolicy = DEFAULT_POLICY,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -69,7 +70,7 @@ class UnusedFiles:
         except OSError as error:
             if isinstance(error, ConnectionError):  # the store's, not the directory's
                 raise
-            problem = Problem("unreadable", f"the directory of files cannot be used: {error}")
+            problem = Problem("unreadable", f"the {self._files.place} cannot be used: {error}")
         if problem is not None or (
             self.problem is not None and self.problem.kind not in _OF_CLEANING
         ):

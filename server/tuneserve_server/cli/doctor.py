@@ -18,6 +18,7 @@ from typing import Any
 
 from tuneserve_engine.process import permissions
 from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.bucket import Bucket
 from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
 from tuneserve_engine.store.sqlite.database import network_file_system
 from tuneserve_engine.store.sqlite.inspect import look_at_store
@@ -66,6 +67,7 @@ def examine(settings: ApiSettings, environment: Environment) -> list[Finding]:
         compute,
         _directory("data dir", settings.data_dir, settings),
         _directory("files dir", settings.files_dir, settings),
+        *_bucket(settings),
         _disk(settings),
         _port(settings, health),
         _store(settings, health),
@@ -185,6 +187,19 @@ def _directory(name: str, folder: Path, settings: CommonSettings) -> Finding:
             f"choose a local disk with {option}, or use Redis as the store (--store)",
         )
     return Finding(name, "OK", f"{folder.absolute()}, writable, on {kind}")
+
+
+def _bucket(settings: CommonSettings) -> list[Finding]:
+    """Check the bucket of files, if there is one, as a start does."""
+    if not settings.files_url:
+        return []
+    try:
+        Bucket(settings.files_url).prove_writable()
+    except OSError as error:
+        text = f"{settings.files_url}: {error.strerror}; check AWS_ACCESS_KEY_ID, AWS_REGION and "
+        text += "AWS_ENDPOINT_URL, or choose another with --files-url"
+        return [Finding("bucket", "FAIL", text)]
+    return [Finding("bucket", "OK", f"{settings.files_url}, writable, with conditional writes")]
 
 
 def _existing(folder: Path) -> Path:

@@ -6,8 +6,7 @@ from typing import Any, Literal
 from tuneserve_engine.core.records import DirectoryRecord
 from tuneserve_engine.store import ownership
 from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
-from tuneserve_engine.store.files import FileStore
-from tuneserve_engine.store.files_mount import check_unused
+from tuneserve_engine.store.files_mount import check_unused, new_files, open_files
 from tuneserve_engine.store.ownership import (
     Facts,
     Ownership,
@@ -32,25 +31,26 @@ def look_at_owner(
     settings: ApiSettings, health: dict[str, Any]
 ) -> tuple[Literal["OK", "WARN", "FAIL"], str]:
     """Return whether the store may clean up its files directory. Changes nothing."""
+    place = "bucket of files" if settings.files_url else "files directory"
     if health:
         kept = health.get("files_kept")
-        return ("WARN", kept) if kept else ("OK", "the files directory belongs to the store")
+        return ("WARN", kept) if kept else ("OK", f"the {place} belongs to the store")
     try:
-        if not settings.files_dir.is_dir():
+        if not settings.files_url and not settings.files_dir.is_dir():
             return "OK", "the first start creates the files directory"
         problem = asyncio.run(_problem(settings))
     except _New:
         try:
-            check_unused(settings.files_dir, settings.store_shown)
+            check_unused(open_files(settings), settings.store_shown)
         except (StoreUnusable, OSError) as error:
             return "FAIL", str(error)
-        return "OK", "no store uses the files directory yet"
+        return "OK", f"no store uses the {place} yet"
     except (StoreUnusable, StoreFailed, OSError):
         return "WARN", "the owner of the files cannot be checked before the store is in order"
     if problem is None:
-        groups = FileStore(settings.files_dir).set_aside_groups()
+        groups = new_files(settings).set_aside_groups()
         count = sum(map(len, groups.values()))
-        return "OK", f"the files directory belongs to the store; {count} files are in quarantine"
+        return "OK", f"the {place} belongs to the store; {count} files are in quarantine"
     return "FAIL" if problem.kind == "unmarked" else "WARN", problem.text
 
 
@@ -59,7 +59,7 @@ async def _problem(settings: ApiSettings) -> Problem | None:
 
     Raises ``_New``, and the errors of opening the store.
     """
-    files = FileStore(settings.files_dir)
+    files = new_files(settings)
     if settings.store_kind == "sqlite":
         known = directories_of(settings.store_file)
         if known is None or ownership.FILES not in {each.key for each in known[1]}:

@@ -18,6 +18,10 @@ app = typer.Typer(no_args_is_help=True, help="Manage the files directory: owner,
 FilesDir = Annotated[
     Path | None, typer.Option(help="Files directory. Default: from the settings.", metavar="DIR")
 ]
+FilesUrl = Annotated[
+    str | None,
+    typer.Option(help="Bucket of files, s3://…. Default: from the settings.", metavar="URL"),
+]
 StoreAddress = Annotated[
     str | None,
     typer.Option("--store", help="Address of the Redis store. Default: from the settings."),
@@ -40,6 +44,7 @@ def clean(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 def adopt(
     data_dir: DataDir = None,
     files_dir: FilesDir = None,
+    files_url: FilesUrl = None,
     store: StoreAddress = None,
     as_json: AsJson = False,
 ) -> None:
@@ -48,6 +53,7 @@ def adopt(
     Files that the store does not name are unused from then on, and go into quarantine. The command
     is refused while the service of another store uses the directory."""
     given: dict[str, Any] = {"data_dir": data_dir, "files_dir": files_dir, "store": store}
+    given["files_url"] = files_url
     settings = output.settings_here(**{name: value for name, value in given.items() if value})
     try:
         adopted = keys.ask(settings.admin_socket, "POST", "/files/adopt")
@@ -57,7 +63,7 @@ def adopt(
         output.print_json(adopted)
         return
     files, named = adopted["files"], adopted["named"]
-    typer.echo(f"{settings.files_dir} belongs to the store {settings.store_shown} now")
+    typer.echo(f"{settings.files_shown} belongs to the store {settings.store_shown} now")
     typer.echo(
         f"it has {files} checkpoints and recovery points; the store names {named} of them. The "
         f"other {files - named} are unused and go into quarantine while the service runs"

@@ -75,9 +75,9 @@ async def download(  # noqa: PLR0913 - the parts of the link
         archive = await services.archives.opened(file_id, "of this link")
         size = {"Content-Length": str(archive.size)}
         return peft_download.ArchiveResponse(services.archives.sent(archive), headers=size)
-    if member not in services.files.members(file_id):
+    folder, members = await services.archives.located(file_id)
+    if member not in members:
         raise UnknownResource("the file is gone: its checkpoint was deleted or has expired")
-    folder = services.files.path(file_id)
     if "range" not in request.headers:  # a resumed download was checked when it began
         await asyncio.to_thread(_check, folder, member)
     return FileResponse(folder / member, media_type="application/octet-stream", filename=member)

@@ -218,7 +218,7 @@ async def external_weights_urls(
             f"{checkpoint.key} is not an export; call save_weights_external and download its result"
         )
     sign, expires_s = _links(request, caller, checkpoint)
-    urls = {member: sign(member) for member in caller.files.members(checkpoint.file_id)}
+    urls = {member: sign(member) for member in await caller.archives.members(checkpoint.file_id)}
     return reply(types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires_s)))
 
 

@@ -23,13 +23,14 @@ from tuneserve_engine.adapters import export_files, peft_export
 from tuneserve_engine.adapters.checkpoint_format import MEMBER
 from tuneserve_engine.adapters.tensor_file import Damaged
 from tuneserve_engine.core.errors import FileDamaged
-from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_base import Files
 from tuneserve_server.errors import (
     CheckpointDamaged,
     StoreUnavailable,
     TooManyRequests,
     UnknownResource,
 )
+from tuneserve_server.transfer.files_away import told_away
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Archive:
 class Archives:
     """The archives that this process sends."""
 
-    def __init__(self, files: FileStore) -> None:
+    def __init__(self, files: Files) -> None:
         self._files = files
         self._of_tenant: Counter[str] = Counter()
         # A separate pool: other work in threads takes milliseconds, and must not wait for
@@ -107,14 +108,30 @@ class Archives:
         """
         return await self._in_thread(lambda: self._opened(file_id, name))
 
+    async def located(self, file_id: str) -> tuple[Path, list[str]]:
+        """Return a local directory with the file's members, and their names.
+
+        It takes as long as a copy from the bucket, if the files are in one. There are no names if
+        the file is gone. Raises ``StoreUnavailable`` if the bucket does not answer.
+        """
+        return await self._in_thread(lambda: self._located(file_id))
+
+    async def members(self, file_id: str) -> list[str]:
+        """Return the names of the file's members. Raises ``StoreUnavailable``."""
+        with told_away():
+            return await self._in_thread(lambda: self._files.members(file_id))
+
     async def sent(self, archive: Archive) -> AsyncIterator[bytes]:
         """Yield the archive's pieces; each is made when the one before is on its way."""
         while (piece := await self._in_thread(lambda: next(archive.pieces, None))) is not None:
             yield piece
 
+    def _located(self, file_id: str) -> tuple[Path, list[str]]:
+        with told_away():
+            return self._files.path(file_id), self._files.members(file_id)
+
     def _opened(self, file_id: str, name: str) -> Archive:
-        folder = self._files.path(file_id)
-        members = self._files.members(file_id)
+        folder, members = self._located(file_id)
         try:
             if MEMBER in members:
                 found = peft_export.converted(folder, name, self._check_running)

@@ -19,7 +19,8 @@ from tuneserve_engine.adapters.peft_import import PeftAdapter, PeftWeights
 from tuneserve_engine.core.adapter import AdapterConfig, BaseModelInfo
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.process.permissions import open_new
-from tuneserve_engine.store.files import ABANDONED_S, FULL, FileStore, new_file_id
+from tuneserve_engine.store.files import ABANDONED_S, FULL, new_file_id
+from tuneserve_engine.store.files_base import Files
 from tuneserve_server.access.limits import DiskGuard
 from tuneserve_server.errors import (
     BodyTooLarge,
@@ -33,6 +34,7 @@ from tuneserve_server.http import body
 from tuneserve_server.http.long_polls import LongPolls
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.transfer import tar
+from tuneserve_server.transfer.files_away import told_away
 
 _OF_TENANT = 2
 _WRITING = 2  # each takes a CPU core
@@ -66,7 +68,7 @@ class PeftUploads:
     """The imports that this process runs."""
 
     def __init__(
-        self, files: FileStore, disk: DiskGuard, polls: LongPolls, settings: ApiSettings
+        self, files: Files, disk: DiskGuard, polls: LongPolls, settings: ApiSettings
     ) -> None:
         self._files = files
         self._disk = disk
@@ -137,7 +139,9 @@ class PeftUploads:
         with self._files.staging() as staged:
             adapter.write(staged / MEMBER, self._check_running)
             os.utime(staged)  # the age counts from now: a record names the file next
-            return StoredAdapter(file_id, self._files.publish(staged, file_id), adapter.config)
+            with told_away():
+                size = self._files.publish(staged, file_id)
+            return StoredAdapter(file_id, size, adapter.config)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         self._check_running()

@@ -112,3 +112,36 @@ def test_a_table_is_read_from_json() -> None:
     assert from_json({"a": 2}) == {"a": 2}
     with pytest.raises(ValueError, match="it is not a JSON object"):
         from_json("a=2")
+
+
+def test_files_are_in_a_bucket_of_s3_or_in_the_directory() -> None:
+    plain = CommonSettings(data_dir=Path("d"))
+    assert (plain.files_url, plain.files_shown) == ("", "d/files")
+    for given, url in (
+        ("s3://my-bucket", "s3://my-bucket"),
+        ("s3://my.bucket-1/a/b_c/", "s3://my.bucket-1/a/b_c"),
+    ):
+        found = CommonSettings(files_url=given)
+        assert (found.files_url, found.files_shown) == (url, url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "bucket",
+        "/files",
+        "gs://bucket/prefix",
+        "https://secret@host/bucket",
+        "s3://",
+        "s3://x",
+        "s3://key:secret@bucket/prefix",
+        "s3://bucket?secret=1",
+        "s3://bucket//prefix",
+        "s3://Bucket",
+        "s3://bucket/pre fix",
+    ],
+)
+def test_other_addresses_of_files_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ValidationError, match=r"s3://bucket/prefix, without credentials") as caught:
+        CommonSettings(files_url=url)
+    assert "secret" not in str(caught.value)

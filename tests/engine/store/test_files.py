@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.files import FileStore, LocalFs, new_file_id
+from tuneserve_engine.store.files_base import Files
+from tuneserve_engine.store.files_mount import new_files
 
 ID = "0123456789abcdef" * 2
 MEMBERS = {"adapter.safetensors": b"weights", "adapter_config.json": b"{}"}
@@ -27,37 +30,147 @@ def store(root: Path) -> FileStore:
     return FileStore(root)
 
 
+@pytest.fixture(params=["directory", "bucket"])
+def files(request: pytest.FixtureRequest, root: Path) -> Files:
+    """Each kind of ``Files``, for the tests of what both promise."""
+    url = request.getfixturevalue("s3_url") if request.param == "bucket" else ""
+    return new_files(CommonSettings(files_dir=root, files_url=url, min_free_bytes=0))
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_members_are_read_back_byte_for_byte(store: FileStore) -> None:
+def read(files: Files, file_id: str) -> dict[str, bytes]:
+    """The id's members, as its readers find them."""
+    folder = files.path(file_id)
+    return {name: (folder / name).read_bytes() for name in files.members(file_id)}
+
+
+def test_members_are_read_back_byte_for_byte(files: Files) -> None:
     file_id = new_file_id()
-    assert store.write(file_id, MEMBERS) == 9
-    assert contents(store.path(file_id)) == MEMBERS
-    assert store.members(file_id) == sorted(MEMBERS)
-    assert store.ids() == {file_id}
+    assert files.write(file_id, MEMBERS) == 9
+    assert read(files, file_id) == MEMBERS
+    assert files.members(file_id) == sorted(MEMBERS)
+    assert files.size(file_id) == 9
+    assert files.ids() == {file_id}
 
 
-def test_an_id_without_files_has_no_members_and_can_be_deleted(store: FileStore) -> None:
-    assert store.members(ID) == []
-    store.delete(ID)
-    assert store.ids() == set()
+def test_an_id_without_files_has_no_members_and_can_be_deleted(files: Files) -> None:
+    assert files.members(ID) == []
+    assert files.size(ID) == 0
+    assert not files.path(ID).exists()
+    files.delete(ID)
+    assert files.ids() == set()
 
 
-def test_a_second_write_of_an_id_changes_nothing(store: FileStore) -> None:
-    store.write(ID, MEMBERS)
-    assert store.write(ID, {"other": b"x"}) == 1
-    assert contents(store.path(ID)) == MEMBERS
+def test_a_second_write_of_an_id_changes_nothing(files: Files) -> None:
+    files.write(ID, MEMBERS)
+    assert files.write(ID, {"other": b"x"}) == 1
+    assert read(files, ID) == MEMBERS
 
 
-def test_deleted_files_are_gone_and_others_stay(store: FileStore) -> None:
+def test_empty_members_are_kept(files: Files) -> None:
+    files.write(ID, {"a": b"", "b": b"x"})
+    assert read(files, ID) == {"a": b"", "b": b"x"}
+
+
+def test_deleted_files_are_gone_and_others_stay(files: Files) -> None:
     other = new_file_id()
-    store.write(ID, MEMBERS)
-    store.write(other, MEMBERS)
-    store.delete(ID)
-    assert store.ids() == {other}
-    assert not store.path(ID).exists()
+    files.write(ID, MEMBERS)
+    files.write(other, MEMBERS)
+    assert files.path(ID).exists()
+    files.delete(ID)
+    assert files.ids() == {other}
+    assert not files.path(ID).exists()
+    files.write(ID, {"a": b"again"})
+    assert read(files, ID) == {"a": b"again"}
+
+
+def test_staged_files_appear_once_they_are_published(files: Files) -> None:
+    with files.staging() as staged:
+        (staged / "adapter.safetensors").write_bytes(b"weights")
+        assert files.ids() == set()
+        assert files.publish(staged, ID) == 7
+    assert not staged.exists()
+    assert read(files, ID) == {"adapter.safetensors": b"weights"}
+    with files.staging() as abandoned:
+        (abandoned / "x").write_bytes(b"x")
+    assert not abandoned.exists()
+    assert files.ids() == {ID}
+
+
+def test_notes_are_listed_by_their_beginning_and_keep_their_age(files: Files) -> None:
+    assert files.notes(".of-") == {}
+    for name in (".of-a", ".of-b", ".moved-c"):
+        files.leave_note(name)
+    assert files.notes(".of-").keys() == {"a", "b"}
+    later_s = files.now_s() + 100
+    ages = files.notes(".of-", later_s)
+    assert all(95 < age_s < 101 for age_s in ages.values())
+    files.leave_note(".of-a")
+    assert files.notes(".of-", later_s) == ages
+    files.remove_note(".of-a")
+    files.remove_note(".of-never")
+    assert files.notes(".of-").keys() == {"b"}
+    assert files.ids() == set()
+
+
+def test_files_from_before_a_note_are_told_from_later_ones(files: Files) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.ids_until(".moved-a")
+    files.write(ID, MEMBERS)
+    files.leave_note(".moved-a")
+    assert files.ids_until(".moved-a") == {ID}
+    assert files.ids(older_than_s=3600) == set()
+
+
+def test_files_set_aside_are_absent_until_they_are_brought_back(files: Files) -> None:
+    other = new_file_id()
+    files.write(ID, MEMBERS)
+    files.write(other, MEMBERS)
+    assert files.path(ID).exists()
+    files.set_aside(ID, "group")
+    files.set_aside("f" * 32, "group")  # absent
+    assert (files.ids(), files.members(ID)) == ({other}, [])
+    assert not files.path(ID).exists()
+    assert files.set_aside_groups() == {"group": [ID]}
+    files.bring_back("f" * 32, "group")  # absent
+    files.bring_back(ID, "group")
+    assert files.ids() == {ID, other}
+    assert not any(files.set_aside_groups().values())
+    assert read(files, ID) == MEMBERS
+
+
+def test_files_brought_back_do_not_replace_those_written_since(files: Files) -> None:
+    files.write(ID, MEMBERS)
+    files.set_aside(ID, "group")
+    files.write(ID, {"a": b"newer"})
+    files.bring_back(ID, "group")
+    assert read(files, ID) == {"a": b"newer"}
+    assert files.set_aside_groups() == {"group": [ID]}
+    files.delete_group("group")
+    assert read(files, ID) == {"a": b"newer"}
+
+
+def test_a_deleted_group_is_gone_and_others_stay(files: Files) -> None:
+    other = new_file_id()
+    for file_id, group in ((ID, "one"), (other, "two")):
+        files.write(file_id, MEMBERS)
+        files.set_aside(file_id, group)
+    files.delete_group("one")
+    files.delete_group("absent")
+    assert files.set_aside_groups() == {"two": [other]}
+    files.bring_back(ID, "one")
+    files.bring_back(other, "two")
+    assert files.ids() == {other}
+    assert read(files, other) == MEMBERS
+
+
+def test_the_write_check_leaves_nothing(files: Files) -> None:
+    files.prove_writable()
+    files.discard_partial()
+    assert (files.ids(), files.notes(""), files.set_aside_groups()) == (set(), {}, {})
 
 
 def test_ids_can_be_limited_by_age(store: FileStore, root: Path) -> None:
@@ -96,17 +209,18 @@ def test_only_complete_directories_count_as_files(store: FileStore, root: Path) 
         "\u0660" * 32,
     ],
 )
-def test_a_malformed_file_id_is_refused(store: FileStore, root: Path, name: str) -> None:
+def test_a_malformed_file_id_is_refused(files: Files, root: Path, name: str) -> None:
     calls: list[Callable[[], Any]] = [
-        lambda: store.path(name),
-        lambda: store.write(name, MEMBERS),
-        lambda: store.members(name),
-        lambda: store.delete(name),
+        lambda: files.path(name),
+        lambda: files.write(name, MEMBERS),
+        lambda: files.members(name),
+        lambda: files.delete(name),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="32 hexadecimal digits"):
             call()
-    assert list(root.iterdir()) == []
+    assert not root.exists() or list(root.iterdir()) == []
+    assert files.ids() == set()
 
 
 class CountingFs(LocalFs):
@@ -288,23 +402,29 @@ def test_a_deletion_removes_all_members_at_once(root: Path) -> None:
     "point, whole", [("file-before-rename", False), ("file-after-rename", True)]
 )
 def test_a_kill_around_the_rename_leaves_all_or_nothing(
-    store: FileStore, root: Path, point: str, whole: bool
+    files: Files, root: Path, point: str, whole: bool
 ) -> None:
+    """In a bucket, the manifest takes the place of the rename."""
     script = (
-        "import sys; from pathlib import Path; from tuneserve_engine.process import failpoints;"
-        "from tuneserve_engine.store import files; failpoints.arm(sys.argv[2]);"
-        "files.FileStore(Path(sys.argv[1])).write(sys.argv[3], {'a': b'x'})"
+        "import sys; from tuneserve_engine.process import failpoints;"
+        "from tuneserve_engine.settings.common import CommonSettings;"
+        "from tuneserve_engine.store.files_mount import new_files; failpoints.arm(sys.argv[2]);"
+        "settings = CommonSettings(files_dir=sys.argv[1], files_url=sys.argv[4]);"
+        "new_files(settings).write(sys.argv[3], {'a': b'x'})"
     )
-    killed = subprocess.run([sys.executable, "-c", script, str(root), point, ID], check=False)
-    assert killed.returncode == -9
-    assert store.ids() == ({ID} if whole else set())
-    store.write(ID, {"a": b"x"})
-    assert contents(store.path(ID)) == {"a": b"x"}
+    url = files.shown if "s3://" in files.shown else ""
+    command = [sys.executable, "-c", script, str(root), point, ID, url]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert files.ids() == ({ID} if whole else set())
+    files.write(ID, {"a": b"x"})
+    assert read(files, ID) == {"a": b"x"}
 
 
-def test_an_existing_store_opens_again(store: FileStore, root: Path) -> None:
-    store.write(ID, MEMBERS)
-    assert contents(FileStore(root).path(ID)) == MEMBERS
+def test_an_existing_store_opens_again(files: Files, root: Path) -> None:
+    files.write(ID, MEMBERS)
+    url = files.shown if "s3://" in files.shown else ""
+    again = new_files(CommonSettings(files_dir=root / "elsewhere" if url else root, files_url=url))
+    assert read(again, ID) == MEMBERS
 
 
 def test_only_a_killed_writers_files_are_discarded_after_an_hour(

@@ -10,10 +10,12 @@ import pytest
 
 from tests.redis_server import RedisServer
 from tuneserve_engine.settings.common import CommonSettings
-from tuneserve_engine.store import remote
+from tuneserve_engine.store import files_mount, remote
+from tuneserve_engine.store import open as open_module
+from tuneserve_engine.store.bucket import Bucket
 from tuneserve_engine.store.errors import StoreUnusable
-from tuneserve_engine.store.files import LocalFs
-from tuneserve_engine.store.files_mount import check_shared, open_files
+from tuneserve_engine.store.files import FileStore, LocalFs
+from tuneserve_engine.store.files_mount import check_shared, open_files, wait_for_files
 from tuneserve_engine.store.open import check_store, open_queue, open_store
 from tuneserve_engine.store.sqlite.store import SqliteStore
 
@@ -38,7 +40,7 @@ async def start(settings: CommonSettings) -> None:
 
 
 def test_the_write_check_leaves_nothing(tmp_path: Path) -> None:
-    open_files(tmp_path / "new" / "files")
+    open_files(CommonSettings(files_dir=tmp_path / "new" / "files"))
     assert names(tmp_path / "new" / "files") == []
 
 
@@ -51,13 +53,13 @@ def test_an_unwritable_directory_is_refused_with_a_way_out(
 
     monkeypatch.setattr(LocalFs, "mkdir", refuse)
     with pytest.raises(OSError, match=r"cannot use .*: the file system says no;.*--files-dir"):
-        open_files(tmp_path)
+        open_files(CommonSettings(files_dir=tmp_path))
 
 
 def test_a_file_in_its_place_is_refused_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "files").touch()
     with pytest.raises(OSError, match=r"cannot use .*Not a directory.*--files-dir"):
-        open_files(tmp_path / "files")
+        open_files(CommonSettings(files_dir=tmp_path / "files"))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -68,8 +70,83 @@ def test_a_full_disk_does_not_stop_processes_that_would_make_room(
         raise OSError(number, "full")
 
     monkeypatch.setattr(LocalFs, "mkdir", full)
-    open_files(tmp_path)
+    open_files(CommonSettings(files_dir=tmp_path))
     assert names(tmp_path) == []
+
+
+# --- a usable bucket -----------------------------------------------------------------------------
+
+
+def in_bucket(tmp_path: Path, url: str) -> CommonSettings:
+    return CommonSettings(data_dir=tmp_path / "data", files_url=url)
+
+
+def test_a_usable_bucket_is_left_empty(tmp_path: Path, s3_url: str) -> None:
+    files = open_files(in_bucket(tmp_path, s3_url))
+    assert (files.ids(), files.notes("")) == (set(), {})
+    assert Bucket(s3_url).objects("proofs/") == []
+
+
+def test_a_missing_bucket_is_refused_with_a_way_out(tmp_path: Path, s3_url: str) -> None:
+    with pytest.raises(
+        OSError,
+        match=r"cannot use the bucket of files s3://none-here: .*NoSuchBucket.*AWS_ACCESS_KEY_ID"
+        r".*AWS_ENDPOINT_URL.*--files-url",
+    ) as caught:
+        open_files(in_bucket(tmp_path, "s3://none-here"))
+    assert not isinstance(caught.value, ConnectionError)
+
+
+def test_a_bucket_that_does_not_answer_is_waited_for(
+    tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+    prove = Bucket.prove_writable
+
+    def prove_later(self: Bucket) -> None:
+        attempts.append(self.url)
+        if len(attempts) < 3:
+            raise OSError(errno.EIO, "no answer in time")
+        prove(self)
+
+    monkeypatch.setattr(Bucket, "prove_writable", prove_later)
+    monkeypatch.setattr(files_mount, "_RETRY_S", 0.01)
+    with pytest.raises(ConnectionError, match=r"cannot use the bucket of files .*no answer"):
+        open_files(in_bucket(tmp_path, s3_url))
+    assert wait_for_files(in_bucket(tmp_path, s3_url), spares_disk=False).shown == s3_url
+    assert len(attempts) == 3
+
+
+async def test_a_store_and_its_bucket_open_once_the_bucket_answers(
+    tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    objects = Bucket.objects
+
+    def listed(self: Bucket, prefix: str) -> object:
+        calls.append(prefix)
+        if len(calls) in (3, 8, 13):
+            raise OSError(errno.EIO, "no answer in time")
+        return objects(self, prefix)
+
+    monkeypatch.setattr(Bucket, "objects", listed)
+    monkeypatch.setattr(open_module, "_RETRY_S", 0.01)
+    await start(in_bucket(tmp_path, s3_url))
+    with pytest.raises(StoreUnusable, match=f"the bucket of files {s3_url} belongs to another"):
+        await start(CommonSettings(data_dir=tmp_path / "other", files_url=s3_url))
+
+
+def test_files_from_before_the_bucket_was_chosen_are_not_touched(
+    tmp_path: Path, s3_url: str
+) -> None:
+    """The bucket's copies are in a folder of their own."""
+    FileStore(tmp_path / "data" / "files").write("a" * 32, {"a": b"x"})
+    files = open_files(in_bucket(tmp_path, s3_url))
+    assert files.ids() == set()
+    files.write("b" * 32, {"b": b"y"})
+    assert (files.path("b" * 32) / "b").read_bytes() == b"y"
+    files.discard_partial()
+    assert set(names(tmp_path / "data" / "files")) == {"a" * 32, "cache"}
 
 
 # --- a shared directory --------------------------------------------------------------------------
@@ -105,10 +182,10 @@ async def test_another_directory_is_refused_until_it_is_the_right_one(tmp_path: 
 async def test_of_many_concurrent_starts_one_marks_the_directory(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path / "store.db")
     files = tmp_path / "files"
-    await asyncio.gather(*(check_shared(files, store) for _ in range(8)))
+    await asyncio.gather(*(check_shared(FileStore(files), store) for _ in range(8)))
     assert len(names(files)) == 1
     with pytest.raises(StoreUnusable):
-        await check_shared(tmp_path / "other", store)
+        await check_shared(FileStore(tmp_path / "other"), store)
     await store.close()
 
 

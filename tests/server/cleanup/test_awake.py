@@ -86,7 +86,7 @@ async def life(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     patched = SimpleNamespace(sleep=life.sleep, to_thread=asyncio.to_thread)
     monkeypatch.setattr("tuneserve_server.cleanup.sweeper.asyncio", patched)
     awake = AwakeTime(SWEEP_S, wall=lambda: life.wall_s, clock=lambda: life.passed_s)
-    await check_shared(tmp_path / "files", store)
+    await check_shared(FileStore(tmp_path / "files"), store)
     life.files = FileStore(tmp_path / "files", clock=lambda: life.wall_s)
     unused = UnusedFiles(store, life.files)
     life.sweeping = asyncio.create_task(sweep_forever(store, unused, POLICY, SWEEP_S, awake))

@@ -66,7 +66,7 @@ async def files_of(
     store: Store, folder: Path, fs: AgedFs | None = None, *, min_free_bytes: int = 0
 ) -> FileStore:
     """The store's directory with files A, B and C."""
-    await check_shared(folder, store)
+    await check_shared(FileStore(folder), store)
     fs = fs or AgedFs()
     files = FileStore(folder, fs, min_free_bytes=min_free_bytes, clock=lambda: fs.now_s)
     for file_id in (A, B, C):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.redis_server import RedisServer
 from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_engine.store.bucket import Bucket
 from tuneserve_engine.store.sqlite.store import SqliteStore
 from tuneserve_server.cli import doctor
 from tuneserve_server.cli import main as cli
@@ -419,3 +420,13 @@ def test_the_exit_status_is_1_if_a_check_fails(
     told = json.loads(CliRunner().invoke(cli.app, ["doctor", *where, "--json"]).stdout)
     assert not told["healthy"]
     assert [each["name"] for each in told["checks"] if each["level"] == "FAIL"] == ["device"]
+
+
+def test_a_bucket_is_checked_as_by_a_start(place: ApiSettings, s3_url: str) -> None:
+    assert doctor._bucket(place) == []
+    (usable,) = doctor._bucket(changed(place, files_url=s3_url))
+    assert (usable.level, usable.name) == ("OK", "bucket") and s3_url in usable.text
+    assert Bucket(s3_url).objects("proofs/") == []
+    (missing,) = doctor._bucket(changed(place, files_url="s3://none-here/x"))
+    assert missing.level == "FAIL"
+    assert "NoSuchBucket" in missing.text and "--files-url" in missing.text

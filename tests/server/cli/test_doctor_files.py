@@ -11,6 +11,8 @@ from tests.server.cleanup.unused_case import A
 from tests.server.cli.test_files import looked_at, running, silence
 from tests.server.cli.test_keys import tuneserve
 from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_mount import new_files
+from tuneserve_engine.store.ownership import MARK, OWNER
 from tuneserve_server.settings import ApiSettings
 
 pytestmark = pytest.mark.anyio
@@ -74,3 +76,31 @@ async def test_an_unreachable_store_gives_no_verdict_on_the_files(tmp_path: Path
         "WARN",
         "the owner of the files cannot be checked before the store is in order",
     )
+
+
+async def test_a_bucket_is_adopted_and_examined_like_a_directory(
+    tmp_path: Path, s3_url: str
+) -> None:
+    settings = ApiSettings(data_dir=tmp_path / "data", files_url=s3_url)
+    assert await looked_at(settings) == ("OK", "no store uses the bucket of files yet")
+    async with running(settings) as unused:
+        files = new_files(settings)
+        files.write(A, {"a": b"x"})
+        await unused.prove()
+    assert (await looked_at(settings))[1].startswith("the bucket of files belongs to the store; 0")
+    settings.store_file.unlink()
+    level, text = await looked_at(settings)
+    assert level == "FAIL" and s3_url in text and "another --files-url" in text
+    adopt = ("files", "adopt", "--files-url", s3_url)
+    refused = await tuneserve(settings.data_dir, *adopt)
+    assert refused.exit_code == 1 and "has an owner that was alive" in refused.output
+    for note in files.notes(OWNER):
+        files.remove_note(f"{OWNER}{note}")
+    adopted = await tuneserve(settings.data_dir, *adopt)
+    assert adopted.exit_code == 0, adopted.output
+    assert f"{s3_url} belongs to the store" in adopted.output
+    assert (await looked_at(settings))[0] == "OK"
+    for note in files.notes(MARK):
+        files.remove_note(f"{MARK}{note}")
+    level, text = await looked_at(settings)
+    assert level == "FAIL" and "the bucket of files lacks the mark" in text

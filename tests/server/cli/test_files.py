@@ -12,6 +12,7 @@ import pytest
 from tests.server.cli.test_keys import socket, tuneserve
 from tests.server.conftest import Api
 from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import open_store
 from tuneserve_engine.store.ownership import LEASE_S, OWNER
 from tuneserve_server.cleanup.unused_files import FEW, UnusedFiles
@@ -39,7 +40,7 @@ async def running(settings: ApiSettings) -> AsyncIterator[UnusedFiles]:
     """The state of an API process, without the API."""
     store = await open_store(settings)
     try:
-        unused = UnusedFiles(store, FileStore(settings.files_dir))
+        unused = UnusedFiles(store, new_files(settings))
         await unused.prove()
         yield unused
     finally:

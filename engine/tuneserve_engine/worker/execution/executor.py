@@ -26,11 +26,11 @@ from tuneserve_engine.core.adapter import (
     check_same_shape,
     check_targets,
 )
-from tuneserve_engine.core.errors import ServerError, UserError
+from tuneserve_engine.core.errors import FilesAway, ServerError, UserError
 from tuneserve_engine.core.jobs import Job, JobKind, Outcome
 from tuneserve_engine.core.policies import SLICE_S
 from tuneserve_engine.core.records import CheckpointKind
-from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.telemetry import logs
 from tuneserve_engine.worker.codecs import training as training_wire
 from tuneserve_engine.worker.codecs.training import TrainingData
@@ -79,7 +79,7 @@ class JobExecutor:
     def __init__(
         self,
         backend: Backend,
-        files: FileStore,
+        files: Files,
         *,
         rescore_samples: bool = False,
         slice_s: float = SLICE_S,
@@ -297,12 +297,18 @@ class JobExecutor:
     def read_state(self, file_id: str, name: str = "") -> AdapterState:
         """Return the state in a file; errors about a damaged file call it ``name``.
 
-        Touches no model, so any thread may call it.
+        Touches no model, so any thread may call it. Raises ``FilesAway`` if the files cannot be
+        read now.
         """
         info = self._backend.info
-        return checkpoint.read_checkpoint(
-            self._files.path(file_id), info.name, info.revision, name=name
-        )
+        try:
+            folder = self._files.path(file_id)
+        except OSError as error:
+            raise FilesAway(
+                f"the checkpoint's file cannot be read now: {error.strerror or error}; nothing was "
+                "changed; send the request again"
+            ) from error
+        return checkpoint.read_checkpoint(folder, info.name, info.revision, name=name)
 
     def _members(self, state: AdapterState, name: str = "") -> dict[str, bytes]:
         info = self._backend.info
@@ -349,7 +355,7 @@ class JobExecutor:
         except OSError as error:
             raise ServerError(
                 f"the checkpoint was not saved: {error.strerror or error}; earlier checkpoints are "
-                "intact; free some disk and save again"
+                f"intact; {self._files.remedy}"
             ) from error
         if command.sampler is not None:
             body = {"sampling_session_id": command.sampler.key}

@@ -3,12 +3,13 @@
 Device memory is a cache of the log: the two restore a model's state, bit for bit.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
 
 from tuneserve_engine.backend.base import OutOfMemory
-from tuneserve_engine.core.errors import EngineError, FileDamaged, ServerError
+from tuneserve_engine.core.errors import EngineError, FileDamaged, FilesAway, ServerError
 from tuneserve_engine.core.records import Update
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import LogEntry, RecoveryPoint
@@ -18,6 +19,8 @@ from tuneserve_engine.worker.models.hosted import HostedModel, log_extra
 from tuneserve_engine.worker.services import WorkerServices
 
 logger = logging.getLogger(__name__)
+
+_AWAY_S = 5.0  # the pause before files that could not be reached are read again
 
 
 class Recovery:
@@ -31,10 +34,19 @@ class Recovery:
     async def restore(self, model_id: str, model: HostedModel) -> int:
         """Bring the model's state onto the device; return the number of replayed requests.
 
-        If it fails, nothing of the model is left on the device. Raises ``OutOfMemory`` if this
-        worker has no room for a sound model, and ``EngineError`` if the model cannot be restored
-        anywhere.
+        Waits for as long as its files cannot be reached. If it fails, nothing of the model is left
+        on the device. Raises ``OutOfMemory`` if this worker has no room for a sound model, and
+        ``EngineError`` if the model cannot be restored anywhere.
         """
+        while True:
+            try:
+                return await self._restore(model_id, model)
+            except FilesAway as error:
+                message = "%s waits for its files, trying again in %g s: %s"
+                logger.warning(message, model_id, _AWAY_S, error, extra=log_extra(model_id))
+                await asyncio.sleep(_AWAY_S)
+
+    async def _restore(self, model_id: str, model: HostedModel) -> int:
         try:
             points = await self._services.session.call(
                 lambda queue, epoch: queue.recovery_points(epoch, model_id)
@@ -71,6 +83,8 @@ class Recovery:
                 state = await self._services.on_disk(
                     partial(self._executor.read_state, point.file_id)
                 )
+            except FilesAway:
+                raise
             except EngineError as error:
                 self._note_bad_point(model, point, error)
                 continue
@@ -101,7 +115,8 @@ class Recovery:
     async def _replay(self, model_id: str, model: HostedModel, start: int) -> int:
         """Replay the log from position ``start`` on; return the number of replayed requests.
 
-        Raises ``OutOfMemory`` if a request lacks room here, and ``ServerError`` if one fails.
+        Raises ``OutOfMemory`` if a request lacks room here, ``FilesAway`` if one cannot reach its
+        file, and ``ServerError`` if one fails.
         """
         count = 0
         while entries := await self._log_page(model_id, start):
@@ -111,6 +126,8 @@ class Recovery:
             for entry, outcome in zip(entries, outcomes, strict=True):
                 if outcome.rejection is not None and outcome.rejection.no_room:
                     raise OutOfMemory(outcome.rejection.message)
+                if outcome.rejection is not None and outcome.rejection.files_away:
+                    raise FilesAway(outcome.rejection.message)
                 if outcome.rejection is not None:
                     raise ServerError(
                         f"request {entry.job.position} fails now: {outcome.rejection.message}"

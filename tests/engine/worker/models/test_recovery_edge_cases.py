@@ -1,6 +1,7 @@
 """Models that are hard to restore do not stop the worker or other models."""
 
 import asyncio
+import errno
 import time
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import OutOfMemory, TrainBatch, TrainResult
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError
-from tuneserve_engine.core.jobs import JobKind
+from tuneserve_engine.core.jobs import JobKind, LoadWeights, encode
 from tuneserve_engine.core.records import ModelRecord, ModelStatus, SessionRecord
 from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.store.files import FileStore, new_file_id
+from tuneserve_engine.worker.models import recovery
 from tuneserve_engine.worker.worker import WorkerPolicy
 
 
@@ -257,3 +260,75 @@ def test_the_pause_after_a_point_is_measured_on_the_disk_alone(tmp_path: Path) -
             await pointed(bench, count=2)
 
     run(tmp_path, scenario, OFTEN)
+
+
+@pytest.mark.parametrize("policy", [OFTEN, NEVER], ids=["a point", "a load in the log"])
+def test_a_model_waits_for_files_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: WorkerPolicy
+) -> None:
+    """It is not lost, and its requests are not refused: the store of files may be away."""
+    away = {"calls": 0}
+    path = FileStore.path
+
+    def reached(self: FileStore, file_id: str) -> Path:
+        if away["calls"] > 0:
+            away["calls"] -= 1
+            raise OSError(errno.EIO, "the bucket does not answer")
+        return path(self, file_id)
+
+    monkeypatch.setattr(recovery, "_AWAY_S", 0.01)
+    file_id = new_file_id()
+    load = encode(LoadWeights(file_id, "tinker://m/weights/a", optimizer=True))
+
+    async def play(bench: Bench, *, is_killed: bool) -> list[Any]:
+        await bench.ok(await bench.create("a"))
+        await train(bench, "a", 1)
+        bench.worker._models.points._executor.write_state(file_id, bench.state("a"))
+        if is_killed and policy is OFTEN:
+            await pointed(bench)  # with two points, the log no longer starts with the creation
+        await train(bench, "a", 1)
+        await bench.ok(await bench.submit(JobKind.LOAD_WEIGHTS, load, "a"))
+        await train(bench, "a", 1)
+        if is_killed:
+            if policy is OFTEN:
+                await pointed(bench, 2)
+            await bench.kill()
+            monkeypatch.setattr(FileStore, "path", reached)
+            away["calls"] = 3
+            bench.start()
+        state = await finish_round(bench, "a")
+        assert away["calls"] == 0
+        return state
+
+    states: list[list[Any]] = []
+
+    async def undisturbed_scenario(bench: Bench) -> None:
+        states.append(await play(bench, is_killed=False))
+
+    async def killed_scenario(bench: Bench) -> None:
+        states.append(await play(bench, is_killed=True))
+        model = await bench.store.get_record(ModelRecord, "a")
+        assert model is not None and model.status is ModelStatus.READY and not model.diverged
+
+    run(tmp_path / "undisturbed", undisturbed_scenario, NEVER)
+    run(tmp_path / "killed", killed_scenario, policy)
+    assert states[0] == states[1]
+
+
+def test_a_load_of_a_file_that_cannot_be_reached_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreached(self: FileStore, file_id: str) -> Path:
+        raise OSError(errno.EIO, "the bucket does not answer")
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        monkeypatch.setattr(FileStore, "path", unreached)
+        load = encode(LoadWeights(new_file_id(), "tinker://m/weights/a", optimizer=True))
+        outcome = await bench.outcome(await bench.submit(JobKind.LOAD_WEIGHTS, load, "a"))
+        assert outcome.rejection is not None and outcome.rejection.category == "server"
+        assert "cannot be read now: the bucket does not answer" in outcome.rejection.message
+        assert "send the request again" in outcome.rejection.message
+        await train(bench, "a", 1)  # the model is as it was
+
+    run(tmp_path, scenario, NEVER)
