@@ -354,7 +354,7 @@ BUGS = (
     Bug(
         "a cancelled sample whose snapshot keeps its room",
         f"{ENGINE}/worker/execution/read_ahead.py",
-        "            wanted -= ended\n",
+        "            self._read[file_id] -= request_ids\n",
         "            pass\n",
         (f"{WORKER_TESTS}/execution/test_read_ahead.py", "-k", "cancelled"),
     ),

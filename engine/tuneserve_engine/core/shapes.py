@@ -59,7 +59,8 @@ class StaticShapes:
     micro_batch_tokens: int = field(init=False, repr=False, compare=False)
     """The tokens N of a micro-batch, a multiple of ``chunk``.
 
-    Results do not depend on it, except that micro-batches of one chunk have programs of their own.
+    Results do not depend on it, except that micro-batches of one chunk have programs of their own,
+    and that a longer datum may be divided.
     """
 
     bin_tokens: int = field(init=False, repr=False, compare=False)

@@ -73,8 +73,8 @@ class WorkerSettings(CommonSettings):
     )
     batch_tokens: PositiveInt | None = Field(
         default=None,
-        description="Tokens of one training micro-batch, never less than the longest sequence. "
-        "Default: chosen to fit the memory.",
+        description="Tokens of one training micro-batch, never less than the longest sequence, "
+        "or than a device's share of it. Default: chosen to fit the memory.",
     )
     chunk_tokens: ChunkTokens | None = Field(
         default=None,

@@ -184,6 +184,7 @@ class Worker:
             if failures is not None:
                 raise _cause(failures) from None
         finally:
+            self._snapshots.stop()
             self._device_loop.abandon()
             self._device.shutdown(wait=False, cancel_futures=True)
             self._decoder.shutdown(wait=False, cancel_futures=True)

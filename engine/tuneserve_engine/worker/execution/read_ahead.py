@@ -12,7 +12,7 @@ from tuneserve_engine.worker.pending import PendingJobs
 from tuneserve_engine.worker.scheduling.cost_model import sequences_of
 
 MOST_READ = 2
-"""The snapshots in the host's memory that are being read, or read and not yet on the device."""
+"""The snapshots that are being read ahead, or wait in the host's memory for their samples."""
 _REMEMBERED = 10_000
 """The snapshots that began last and are taken to be on the device still. The device's thread reads
 one that is not."""
@@ -21,15 +21,15 @@ one that is not."""
 class ReadSnapshots:
     """The states of snapshots that were read before their samples began.
 
-    ``read`` returns the state in a file. ``on_begun`` is called on the device's thread with the
-    file of every sample that begins.
+    ``read`` returns the state in a file. ``on_begun`` is called on the device's thread for every
+    sample that begins, with its request and its file.
     """
 
     def __init__(self, read: Callable[[str], AdapterState]) -> None:
         self._read = read
         self._states: dict[str, AdapterState | Exception] = {}
         self._begun: dict[str, None] = {}
-        self.on_begun: Callable[[str], None] = _nothing
+        self.on_begun: Callable[[str, str], None] = _nothing
 
     def __len__(self) -> int:
         return len(self._states)
@@ -47,20 +47,25 @@ class ReadSnapshots:
 
     def take_state(self, file_id: str) -> AdapterState:
         """Return the snapshot's state, which is forgotten here; read it now if need be."""
+        self._begun[file_id] = None  # already, so that no other sample has it read again
         state = self._states.pop(file_id, None)
         if isinstance(state, Exception):
             raise state
         return self._read(file_id) if state is None else state
 
-    def note_begun(self, file_id: str, *, is_loaded: bool) -> None:
+    def note_begun(self, request_id: str, file_id: str, *, is_loaded: bool) -> None:
         """Note that a sample of the snapshot began, or failed at once."""
-        self._states.pop(file_id, None)
         self._begun.pop(file_id, None)
         if is_loaded:
+            self._states.pop(file_id, None)
             self._begun[file_id] = None
             if len(self._begun) > _REMEMBERED:
                 del self._begun[next(iter(self._begun))]
-        self.on_begun(file_id)
+        self.on_begun(request_id, file_id)
+
+    def has_begun(self, file_id: str) -> bool:
+        """Return whether a sample of the snapshot began: it is taken to be on the device."""
+        return file_id in self._begun
 
     def discard(self, file_id: str) -> None:
         self._states.pop(file_id, None)
@@ -88,16 +93,21 @@ class SnapshotReader:
         self._held: dict[str, list[Job]] = {}  # by the file that is being read
         self._unread: dict[str, list[Job]] = {}  # pending, by a file for which there was no room
         self._read: dict[str, set[str]] = {}  # the requests for a file that has been read
+        self._is_stopped = False
 
     def start(self) -> None:
         """Hear of samples that begin, from now on."""
         loop = asyncio.get_running_loop()
 
-        def tell(file_id: str) -> None:
+        def tell(request_id: str, file_id: str) -> None:
             with suppress(RuntimeError):  # the loop has ended, the last batch has not
-                loop.call_soon_threadsafe(self._on_begun, file_id)
+                loop.call_soon_threadsafe(self._on_begun, request_id, file_id)
 
         self._snapshots.on_begun = tell
+
+    def stop(self) -> None:
+        """Read nothing from now on."""
+        self._is_stopped = True
 
     @property
     def sequences(self) -> int:
@@ -129,17 +139,27 @@ class SnapshotReader:
             for file_id, jobs in waiting.items():
                 waiting[file_id] = [job for job in jobs if job.request_id not in ended]
         self._unread = {file_id: jobs for file_id, jobs in self._unread.items() if jobs}
-        for file_id, wanted in list(self._read.items()):
-            wanted -= ended
-            if not wanted:
-                self._snapshots.discard(file_id)
-                self._on_begun(file_id)
+        for file_id in list(self._read):
+            self._end(file_id, ended)
 
-    def _on_begun(self, file_id: str) -> None:
-        """Use the room that a snapshot has left, for one whose samples wait for the device."""
-        self._read.pop(file_id, None)
-        self._unread.pop(file_id, None)
-        while self._unread and self._has_room():
+    def _on_begun(self, request_id: str, file_id: str) -> None:
+        if self._snapshots.has_begun(file_id):
+            self._read.pop(file_id, None)
+            self._unread.pop(file_id, None)
+        self._end(file_id, {request_id})
+
+    def _end(self, file_id: str, request_ids: set[str]) -> None:
+        """Forget a snapshot that was read and that no other sample wants; use its room."""
+        if file_id in self._read:
+            self._read[file_id] -= request_ids
+            if not self._read[file_id]:
+                del self._read[file_id]
+                self._snapshots.discard(file_id)
+        self._read_next()
+
+    def _read_next(self) -> None:
+        """Use free room for snapshots whose samples wait for the device."""
+        while self._unread and self._has_room() and not self._is_stopped:
             file_id = next(iter(self._unread))
             waiting = [job for job in self._unread.pop(file_id) if self._pending.has_job(job)]
             if waiting and not self._snapshots.has_read(file_id):
@@ -157,11 +177,8 @@ class SnapshotReader:
         await self._on_reader(partial(self._snapshots.read_ahead, file_id))
         samples = self._held.pop(file_id)
         self._read[file_id] = {job.request_id for job in samples}
-        if samples:
-            self._pending.add_jobs(samples)
-        else:  # all were cancelled meanwhile
-            self._snapshots.discard(file_id)
-            self._on_begun(file_id)
+        self._pending.add_jobs(samples)
+        self._end(file_id, set())  # of which all may have been cancelled meanwhile
 
 
 def snapshot_of(job: Job) -> str | None:
@@ -169,5 +186,5 @@ def snapshot_of(job: Job) -> str | None:
     return snapshot_and_sequences(job.payload)[0] if job.kind == JobKind.SAMPLE else None
 
 
-def _nothing(_: str) -> None:
+def _nothing(_: str, _file_id: str) -> None:
     pass

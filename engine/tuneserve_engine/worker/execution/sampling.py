@@ -146,7 +146,7 @@ class RunningSamples:
         finally:
             file_id = snapshot_of(job)
             if file_id is not None:
-                self._snapshots.note_begun(file_id, is_loaded=is_loaded)
+                self._snapshots.note_begun(job.request_id, file_id, is_loaded=is_loaded)
         parameters = self._backend.info.parameters
         return _Sampling(job, command, replace(request, owner=job.tenant), parameters)
 

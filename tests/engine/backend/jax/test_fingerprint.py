@@ -101,6 +101,17 @@ def test_the_id_says_whether_layers_loop_over_chunks(base_model: Path):
     assert longer[0] == longer[1] != one
 
 
+def test_the_id_says_which_datums_are_divided_and_among_how_many_devices(base_model: Path):
+    def numerics_id(tokens: int, per_datum: int) -> str:
+        shapes = StaticShapes(4096, requested_tokens=tokens, devices_per_datum=per_datum)
+        choices = fingerprint.NumericChoices("float32", shapes, "dots", 8, devices=4)
+        return fingerprint.numerics_id(base_model, choices)
+
+    assert numerics_id(4096, 1) == numerics_id(8192, 1)
+    ids = {numerics_id(*given) for given in ((4096, 1), (1024, 4), (2048, 4), (2048, 2))}
+    assert len(ids) == 4
+
+
 @pytest.mark.parametrize(
     ("text", "branch"),
     [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.worker.execution.test_packing import BLOCK, alone, sft, training_datum
 from tuneserve_engine.backend.base import MicroBatchOutput
 from tuneserve_engine.backend.jax.training.rounds import rounds_of
-from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
 
 DEVICES = 4
@@ -81,6 +81,11 @@ def test_unpacking_gives_each_datum_its_own_outputs(
         for of_one in requests
     ]
     for batch in pack(asked, shapes, 0, lambda *_: None, devices):
+        longest = [
+            max(multiple_from(BLOCK * x.blocks, shapes.chunk) for x in due)
+            for due in rounds_of(batch.batch.micro_batches, devices)
+        ]
+        assert batch.paced_tokens == devices * sum(longest)
         outputs = [
             MicroBatchOutput(x.targets.astype(np.float32), x.targets[:, 0].astype(np.float32))
             for x in batch.batch.micro_batches

@@ -62,7 +62,12 @@ class Files:
         self.pending.remove_jobs([job])
         if file_id not in self.snapshots._begun:
             await asyncio.to_thread(self.snapshots.take_state, file_id)
-        await asyncio.to_thread(self.snapshots.note_begun, file_id, is_loaded=True)
+        await self.end(seq, file_id, is_loaded=True)
+
+    async def end(self, seq: int, file_id: str, *, is_loaded: bool) -> None:
+        await asyncio.to_thread(
+            self.snapshots.note_begun, f"sample-{seq}", file_id, is_loaded=is_loaded
+        )
         await asyncio.sleep(0.01)
 
 
@@ -169,10 +174,48 @@ def test_a_snapshot_that_cannot_be_read_fails_with_its_sample() -> None:
         with pytest.raises(FileNotFoundError, match="missing"):
             files.snapshots.take_state("missing")
         assert files.read == ["missing"]
-        files.snapshots.note_begun("missing", is_loaded=False)
-        assert not files.snapshots.has_read("missing")
+        await files.end(0, "missing", is_loaded=False)
+        assert not files.snapshots.has_read("missing") and not files.reader._read
         files.reader.route(Job("a", JobKind.SAMPLE, "s", 2, b"\xff", request_id="x", release=2))
         assert files.waiting() == [0, 2]
+
+    play(scenario)
+
+
+def test_a_sample_that_comes_while_its_snapshot_is_loaded_has_nothing_read_again() -> None:
+    async def scenario(files: Files) -> None:
+        files.may_read.set()
+        await files.route("a")
+        await until(lambda: files.waiting() == [0])
+        await asyncio.to_thread(files.snapshots.take_state, "a")
+        files.reader.route(sample(1, "a"))
+        assert files.waiting() == [0, 1]
+        await files.end(0, "a", is_loaded=True)
+        assert files.read == ["a"]
+
+    play(scenario)
+
+
+def test_a_refused_sample_leaves_the_snapshot_to_others() -> None:
+    async def scenario(files: Files) -> None:
+        files.may_read.set()
+        await files.route("a", "a")
+        await until(lambda: files.waiting() == [0, 1])
+        await files.end(0, "a", is_loaded=False)
+        assert len(files.snapshots) == 1
+        await files.begin(1, "a")
+        assert files.read == ["a"]
+
+    play(scenario)
+
+
+def test_a_stopped_reader_reads_nothing() -> None:
+    async def scenario(files: Files) -> None:
+        files.may_read.set()
+        await files.route("a", "b", "c")
+        files.reader.stop()
+        await files.begin(0, "a")
+        assert files.waiting() == [1, 2] and files.read == ["a", "b"]
 
     play(scenario)
 

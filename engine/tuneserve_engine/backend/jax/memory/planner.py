@@ -92,19 +92,22 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
     If memory is short, the planner first gives up room for snapshots, which can be read again from
     their files. Then it gives up long micro-batches, then three quarters of the KV pages with which
     all decode slots could be as long as the context, then the fastest ``remat``, then further KV
-    pages. Then devices divide a datum that is longer than a micro-batch, which then has the bits of
-    this number of devices. Then it gives up slots, and high ranks last. A worker that only samples
-    has no part of training; the memory that is left is for snapshots. With ``devices`` auto, it
-    takes the fewest devices on which the model fits, of one, two, four and so on.
+    pages, then slots, and high ranks last. If the longest datum fits no device even then, the
+    devices divide datums that are longer than a micro-batch, and the choice begins anew. A worker
+    that only samples has no part of training; the memory that is left is for snapshots. With
+    ``devices`` auto, it takes the fewest devices on which the model fits, of one, two, four and so
+    on.
     """
     if request.devices != "auto":
         if request.devices > device.count:
             raise DoesNotFit(_too_few(device, request.devices))
-        return _plan(config, device, request, request.devices)
+        counts = [request.devices]
+    else:
+        counts = [2**power for power in range(device.count.bit_length())]
     refusal: DoesNotFit | None = None
-    for devices in (2**power for power in range(device.count.bit_length())):
+    for divides, devices in product((False, True), counts):
         try:
-            return _plan(config, device, request, devices)
+            return _plan(config, device, request, devices, devices if divides else 1)
         except DoesNotFit as error:
             refusal = error
     assert refusal is not None
@@ -116,7 +119,10 @@ def _power_of_two_to(count: int) -> int:
     return 1 << (count.bit_length() - 1)
 
 
-def _plan(config: ModelConfig, device: Device, request: PlanRequest, devices: int) -> Plan:
+def _plan(
+    config: ModelConfig, device: Device, request: PlanRequest, devices: int, per_datum: int
+) -> Plan:
+    """Return the best plan for so many devices, of which so many divide a datum."""
     if devices > 1 and all(parts % devices for parts in most_parts(config).values()):
         raise DoesNotFit(
             f"devices is {devices}, among which no weight of this base model can be divided; set "
@@ -126,7 +132,7 @@ def _plan(config: ModelConfig, device: Device, request: PlanRequest, devices: in
     host_bytes = request.adapter_host_bytes
     if host_bytes is None:
         host_bytes = device.host_bytes
-    for shape in _shapes(config, device, request, devices):
+    for shape in _shapes(config, device, request, devices, per_datum):
         footprint = Footprint(config, shape)
         left = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
         if request.adapter_device_bytes is not None:
@@ -173,7 +179,7 @@ def _by_use(footprint: Footprint, adapters: int, snapshots: int, free: int) -> d
 
 
 def _shapes(
-    config: ModelConfig, device: Device, request: PlanRequest, devices: int
+    config: ModelConfig, device: Device, request: PlanRequest, devices: int, per_datum: int
 ) -> Iterator[EngineShape]:
     """Yield every shape that the settings leave open, best first."""
     is_cpu = device.kind == "cpu"
@@ -183,37 +189,35 @@ def _shapes(
     chunk = request.chunk_tokens or (_CPU_CHUNK_TOKENS if is_cpu else _CHUNK_TOKENS)
     remats = _FASTEST_FIRST if request.remat == "auto" else (request.remat,)
     default_tokens = _CPU_MICRO_BATCH_TOKENS if is_cpu else _MICRO_BATCH_TOKENS
-    longest = {each: -(-context // each) for each in (1, devices)}  # by devices per datum
-    lengths = {
-        # Bits depend on the packing of a bin.
-        each: _halves(request.batch_tokens, default_tokens, max(tokens, longest_bin(chunk)))
-        for each, tokens in longest.items()
-    }
     if request.sample_only:
-        yield from _shapes_to_train(config, device, request, devices)
+        yield from _shapes_to_train(config, device, request, devices, per_datum)
     rows = request.sample_rows
     snapshots = _halves(None, rows, 1)
     context_shapes = StaticShapes(context, chunk=chunk)
     pages = _halves(None, most_pages(context_shapes, rows), least_pages(context_shapes))
+    # Bits depend on the packing of a bin.
+    least = max(-(-context // per_datum), longest_bin(chunk))
+    lengths = _halves(request.batch_tokens, default_tokens, least)
+    # A shorter micro-batch makes more datums long ones, which take longer if they are divided.
+    groups = [lengths] if per_datum == 1 else [[length] for length in lengths]
     for ranks, least_slots in _rank_buckets(request.max_rank):
-        slots_choices = _halves(request.request_slots, _REQUEST_SLOTS, least_slots)
         choices = (
-            (slots, each, *rest)
-            for slots in slots_choices
-            for each, tokens in lengths.items()
+            (slots, *rest)
+            for slots in _halves(request.request_slots, _REQUEST_SLOTS, least_slots)
+            for group in groups
             for rest in (
-                *product(remats, pages[:_QUARTER], tokens, snapshots),
-                *product(remats[-1:], pages[_QUARTER:], tokens[-1:], snapshots[-1:]),
+                *product(remats, pages[:_QUARTER], group, snapshots),
+                *product(remats[-1:], pages[_QUARTER:], group[-1:], snapshots[-1:]),
             )
         )
-        for slots, each, remat, held, tokens, kept in choices:
+        for slots, remat, held, tokens, kept in choices:
             static_shapes = StaticShapes(
                 context,
                 chunk=chunk,
                 requested_tokens=tokens,
                 request_slots=slots,
                 rank_buckets=ranks,
-                devices_per_datum=each,
+                devices_per_datum=per_datum,
             )
             yield EngineShape(
                 *(static_shapes, remat, rows, kept, dtype, device.kind, held, devices),
@@ -222,7 +226,7 @@ def _shapes(
 
 
 def _shapes_to_train(
-    config: ModelConfig, device: Device, request: PlanRequest, devices: int
+    config: ModelConfig, device: Device, request: PlanRequest, devices: int, per_datum: int
 ) -> Iterator[EngineShape]:
     """Yield shapes of a worker that trains on such a device, for one that only samples.
 
@@ -230,7 +234,8 @@ def _shapes_to_train(
     would not fit.
     """
     try:
-        found = _plan(config, device, replace(request, sample_only=False), devices)
+        asked = replace(request, sample_only=False)
+        found = _plan(config, device, asked, devices, per_datum)
     except DoesNotFit:
         return
     rows = found.sample_rows

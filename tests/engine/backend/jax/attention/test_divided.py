@@ -23,6 +23,7 @@ from tuneserve_engine.backend.jax.memory.sizes import EngineShape
 from tuneserve_engine.backend.jax.mesh import DeviceMesh
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.backend_options import Remat
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
@@ -32,13 +33,16 @@ CONTEXT = 96
 VOCABULARY = TINY["vocab_size"]
 GRADIENT = 1e-5
 """The greatest difference of gradients, relative to the largest entry of each matrix."""
-BackendOn = Callable[[int], JaxBackend]
+BackendOn = Callable[..., JaxBackend]
 
 
-def backend_for(model: Path, shapes: StaticShapes, devices: int) -> JaxBackend:
+def backend_for(
+    model: Path, shapes: StaticShapes, devices: int, remat: Remat = "dots"
+) -> JaxBackend:
     mesh = DeviceMesh(jax.local_devices()[:devices])
+    name = str(model)
     return JaxBackend(
-        str(model), name="tiny", tokenizer_id=str(model), static_shapes=shapes, mesh=mesh
+        name, name="tiny", tokenizer_id=name, static_shapes=shapes, mesh=mesh, remat=remat
     )
 
 
@@ -46,10 +50,11 @@ def backend_for(model: Path, shapes: StaticShapes, devices: int) -> JaxBackend:
 def backend_on(tmp_path_factory: pytest.TempPathFactory) -> BackendOn:
     config = TINY | {"max_position_embeddings": CONTEXT}
     model = write_base_model(tmp_path_factory.mktemp("base"), config)
-    made: dict[int, JaxBackend] = {}
+    made: dict[tuple[int, Remat], JaxBackend] = {}
 
-    def backend(devices: int) -> JaxBackend:
-        if devices not in made:
+    def backend(devices: int, remat: Remat = "dots") -> JaxBackend:
+        key = devices, remat
+        if key not in made:
             shapes = StaticShapes(
                 CONTEXT,
                 block=4,
@@ -58,8 +63,8 @@ def backend_on(tmp_path_factory: pytest.TempPathFactory) -> BackendOn:
                 rank_buckets=(8,),
                 devices_per_datum=devices,
             )
-            made[devices] = backend_for(model, shapes, devices)
-        return made[devices]
+            made[key] = backend_for(model, shapes, devices, remat)
+        return made[key]
 
     return backend
 
@@ -91,7 +96,11 @@ REQUESTS = [
     request("short", datum(24), datum(20)),
     request("another", datum(25), datum(96)),
 ]
-GSPO = [request("gspo", datum(93, is_policy=True), datum(17, is_policy=True), loss="gspo")]
+GSPO = [
+    request("gspo", *(datum(n, is_policy=True) for n in (93, 17)), loss="gspo"),
+    # Parts on three of four devices, and parts that are shorter than their room.
+    request("less", *(datum(n, is_policy=True) for n in (33, 50)), loss="gspo"),
+]
 
 
 def load_noise(backend: JaxBackend, name: str) -> None:
@@ -154,6 +163,16 @@ def test_logprobs_have_the_bits_of_one_device_and_gradients_nearly(
         for name, gradient in of_one.items():
             check = assert_equal if name == "short" else assert_near
             check(gradients[name], gradient)
+
+
+@pytest.mark.parametrize("remat", [at_night("attention"), "full"])
+def test_the_same_holds_where_attention_is_computed_again(
+    remat: Remat, backend_on: BackendOn
+) -> None:
+    want, of_one = run(backend_on(1, remat), REQUESTS[2:])
+    got, gradients = run(backend_on(4, remat), REQUESTS[2:])
+    assert_equal(got, want)
+    assert_near(gradients, of_one)
 
 
 def test_bits_depend_only_on_the_request(backend_on: BackendOn) -> None:

@@ -116,11 +116,13 @@ def test_auto_takes_the_fewest_devices_on_which_a_model_fits(name: str, devices:
     ("name", "devices", "context", "divided", "tokens"),
     [
         ("qwen3-8b", 4, 131_072, 1, 131_072),
+        ("llama-70b", 8, 32_768, 1, 32_768),  # with 8 of 32 slots
+        ("qwen3-32b", 2, 65_536, 1, 65_536),
         ("llama-70b", 4, 65_536, 4, 16_384),
         ("llama-70b", 8, 131_072, 8, 16_384),
     ],
 )
-def test_devices_divide_a_long_datum_if_it_fits_none_of_them(
+def test_devices_divide_a_long_datum_only_if_no_other_plan_fits(
     name: str, devices: int, context: int, divided: int, tokens: int
 ) -> None:
     config = replace(gpu_shapes.MODELS[name], context_length=131_072)
@@ -132,6 +134,14 @@ def test_devices_divide_a_long_datum_if_it_fits_none_of_them(
     lines = {line.name: line.bytes for line in found.lines}
     counted = context * 8 * 128 * (2 * 2 + 2 * 4 + 2 * 4) if divided > 1 else None
     assert lines.get("keys and values of a divided datum") == counted
+
+
+def test_auto_takes_more_devices_before_they_divide_a_datum() -> None:
+    config = replace(gpu_shapes.MODELS["llama-70b"], context_length=131_072)
+    for context, devices, divided in ((32_768, 4, 1), (65_536, 4, 4)):
+        asked = PlanRequest(max_rank=32, devices="auto", max_context_tokens=context)
+        found = plan(config, h200s(8), asked)
+        assert (found.devices, found.static_shapes.devices_per_datum) == (devices, divided)
 
 
 def test_more_devices_hold_less_of_the_weights_each_and_the_same_of_adapters() -> None:
