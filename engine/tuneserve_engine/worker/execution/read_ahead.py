@@ -59,7 +59,7 @@ class ReadSnapshots:
         if is_loaded:
             self._states.pop(file_id, None)
             self._begun[file_id] = None
-            if len(self._begun) > _REMEMBERED:
+            while len(self._begun) > _REMEMBERED:
                 del self._begun[next(iter(self._begun))]
         self.on_begun(request_id, file_id)
 

@@ -292,7 +292,7 @@ def ordinary(
         def before(at: Array) -> Any:
             return run.before(run.part(x, at), run.layer(at, BEFORE), run.rope(at))
 
-        out = attend(*each(before), run.seen())
+        out = attend(*each(before), run.packed.seen())
         return each(lambda at: run.after(run.part(x, at), run.part(out, at), run.layer(at, AFTER)))
 
     def loss(x: Array, adapter_slots: LoraRows) -> Array:
