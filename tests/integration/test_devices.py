@@ -19,10 +19,10 @@ DATA = [datum(list(range(number, 60 + 2 * number))) for number in range(1, 13)]
 PROMPT = types.ModelInput.from_ints(list(range(5, 25)))
 
 
-def losses(trainer, steps):
+def losses(trainer, steps, data=DATA):
     found = []
     for _ in range(steps):
-        gradient = trainer.forward_backward(DATA, "cross_entropy")
+        gradient = trainer.forward_backward(data, "cross_entropy")
         trainer.optim_step(ADAM).result(timeout=120)
         found.append(gradient.result(timeout=120).metrics["loss:sum"])
     return found
@@ -70,24 +70,15 @@ def test_a_sequence_that_devices_divide_trains_with_the_same_bits_after_a_kill(
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     memory = {"device_memory_bytes": "70000000", "max_rank": "8"}
     data = [datum([number % 300 for number in range(2000)]), *DATA[:2]]
-
-    def losses_of_long(trainer, steps):
-        found = []
-        for _ in range(steps):
-            gradient = trainer.forward_backward(data, "cross_entropy")
-            trainer.optim_step(ADAM).result(timeout=120)
-            found.append(gradient.result(timeout=120).metrics["loss:sum"])
-        return found
-
     with (
         LocalServer(tmp_path, compile_ahead="false", devices="2", **memory) as running,
         service_client(running.url, "tml-two") as client,
     ):
-        undisturbed = losses_of_long(new_trainer(client, running), 5)
+        undisturbed = losses(new_trainer(client, running), 5, data)
         trainer = new_trainer(client, running)
-        found = losses_of_long(trainer, 3)
+        found = losses(trainer, 3, data)
         kill_child(running, "tuneserve_engine.worker")
-        found += losses_of_long(trainer, 2)
+        found += losses(trainer, 2, data)
         assert "1024/2" in running.log.read_text()  # of the fingerprint: the parts
     assert found == undisturbed
     assert found[-1] < found[0]

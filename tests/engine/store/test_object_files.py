@@ -169,22 +169,10 @@ def test_a_group_that_was_half_set_aside_takes_no_file_with_it(s3_url: str, cach
 def test_a_lost_answer_to_the_manifest_costs_no_member(s3_url: str, cache: Path) -> None:
     """The second attempt finds the manifest of the first, which is its own."""
     bucket = HookedBucket(s3_url)
-    sent = bucket._unrepeated.put
-
-    class Deaf:
-        calls = 0
-
-        def put(self, *given: object, **named: object) -> object:
-            Deaf.calls += 1
-            answer = sent(*given, **named)  # type: ignore[arg-type]
-            if Deaf.calls == 1:
-                raise ValueError("the answer was lost")
-            return answer
-
-    bucket._unrepeated = Deaf()  # type: ignore[assignment]
+    sent = hide_first_answer(bucket)
     files = store_of(bucket, cache)
     files.write(ID, MEMBERS)
-    assert Deaf.calls == 2
+    assert len(sent) == 2
     assert read(files, ID) == MEMBERS
 
 
@@ -193,24 +181,31 @@ def test_a_manifest_that_appears_after_its_members_went_is_withdrawn(
 ) -> None:
     """The first attempt is carried out unheard, the id is deleted, the second makes it again."""
     bucket = HookedBucket(s3_url)
-    sent = bucket._unrepeated.put
-
-    class Deaf:
-        calls = 0
-
-        def put(self, *given: object, **named: object) -> object:
-            Deaf.calls += 1
-            answer = sent(*given, **named)  # type: ignore[arg-type]
-            if Deaf.calls == 1:
-                store_of(Bucket(s3_url, QUICK), cache).delete(ID)
-                raise ValueError("the answer was lost")
-            return answer
-
-    bucket._unrepeated = Deaf()  # type: ignore[assignment]
+    hide_first_answer(bucket, lambda: store_of(Bucket(s3_url, QUICK), cache).delete(ID))
     files = store_of(bucket, cache)
     with pytest.raises(OSError, match="a part of the file was deleted"):
         files.write(ID, MEMBERS)
     assert files.ids() == set()
+
+
+def hide_first_answer(bucket: Bucket, then: Callable[[], None] = lambda: None) -> list[object]:
+    """Lose the answer to the first conditional write, then call ``then``; return all answers."""
+    put, answers = bucket._unrepeated.put, list[object]()
+
+    class Deaf:
+        def put(self, *given: object, **named: object) -> object:
+            try:
+                answers.append(put(*given, **named))  # type: ignore[arg-type]
+            except Exception as error:
+                answers.append(error)
+                raise
+            if len(answers) == 1:
+                then()
+                raise ValueError("the answer was lost")
+            return answers[-1]
+
+    bucket._unrepeated = Deaf()  # type: ignore[assignment]
+    return answers
 
 
 # --- several writers -----------------------------------------------------------------------------

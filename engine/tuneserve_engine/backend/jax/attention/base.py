@@ -23,7 +23,7 @@ class Visibility(NamedTuple):
 
 
 class OwnBlocks(NamedTuple):
-    """A device's share of a micro-batch that several devices divide among them.
+    """A device's own blocks of a micro-batch that several devices divide among them.
 
     Blocks are numbered over all devices: ``Visibility`` is that of all blocks, and keys and values
     are those of all blocks, from block 0 of their buffers on. Queries and results are the device's.

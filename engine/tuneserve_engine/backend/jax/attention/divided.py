@@ -51,6 +51,10 @@ class Divided(NamedTuple):
         """Return the device's ``blocks`` of the blocks of all devices."""
         return lax.dynamic_slice_in_dim(of_all, self.first, blocks)
 
+    def own_blocks(self, room: int) -> OwnBlocks:
+        """Return which blocks are the device's, which has room for so many."""
+        return OwnBlocks(self.first, self.blocks, room)
+
 
 def divided_among_devices(mine: Visibility) -> Divided:
     """Return what all devices know, from each one's part of the visibility.
@@ -82,12 +86,10 @@ def attend_divided(  # noqa: PLR0913
 
     ``blocks`` is the number of blocks for which a device has room.
     """
-    keys, values = (
-        _joined(lax.dynamic_slice_in_dim(x, base, blocks), divided.each) for x in (k, v)
-    )
+    keys, values = (divided.of_all(lax.dynamic_slice_in_dim(x, base, blocks)) for x in (k, v))
     return attend_blocks(
         q, keys, values, divided.seen, into,
-        base=base, attended_base=attended_base, share=_share(divided, blocks),
+        base=base, attended_base=attended_base, own=divided.own_blocks(blocks),
     )  # fmt: skip
 
 
@@ -112,17 +114,13 @@ def attend_divided_backward(  # noqa: PLR0913
     zeros = jnp.zeros(keys.shape, jnp.float32)
     parts = attend_blocks_backward(
         q, keys, values, attended, gradient, divided.seen, into._replace(k=zeros, v=zeros),
-        base=base, attended_base=attended_base, share=_share(divided, blocks),
+        base=base, attended_base=attended_base, own=divided.own_blocks(blocks),
     )  # fmt: skip
     return AttentionGradient(
         parts.q,
         _summed(parts.k, each, blocks).astype(into.k.dtype),
         _summed(parts.v, each, blocks).astype(into.v.dtype),
     )
-
-
-def _share(divided: Divided, blocks: int) -> OwnBlocks:
-    return OwnBlocks(divided.first, divided.blocks, blocks)
 
 
 def _joined(mine: Array, each: Int[Array, ""]) -> Array:

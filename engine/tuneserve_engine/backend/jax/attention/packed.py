@@ -9,7 +9,7 @@ the backward pass, query block i meets the key blocks ``start[i]`` to i, and bit
 blocks only: not on their place in the micro-batch, its other content or its capacity.
 
 Dimension key: n blocks of the micro-batch, S tokens of a block; m blocks of the buffer that holds
-its queries, l of those that hold its keys and values (l = m without ``share``), a of those that
+its queries, l of those that hold its keys and values (l = m without ``own``), a of those that
 hold the results of attention (buffers of several micro-batches or layers: ``base`` and
 ``attended_base`` are the first blocks of this one); K key/value heads, each read by G query heads
 (GS rows, head by head), N = K*G query heads; H head_dim.
@@ -67,13 +67,13 @@ def attend_blocks(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int = 0,
     attended_base: Int[Array, ""] | int = 0,
-    share: OwnBlocks | None = None,
+    own: OwnBlocks | None = None,
     implementation: Implementation | None = None,
 ) -> Attended:
     """Write ``softmax(q k / sqrt(H)) v`` to the micro-batch's used blocks of ``into``; return
     ``into``.
 
-    Scores, softmax and sums are float32. With ``share``, the blocks are those of a device. Without
+    Scores, softmax and sums are float32. With ``own``, the blocks are those of a device. Without
     ``implementation``, the device decides.
     """
     if (implementation or _usual()) == "kernels":
@@ -81,11 +81,11 @@ def attend_blocks(  # noqa: PLR0913
 
         return packed_gpu.attend(
             q, k, v, seen, into,
-            base=base, attended_base=attended_base, share=share, interpret=not _on_gpu(),
+            base=base, attended_base=attended_base, own=own, interpret=not _on_gpu(),
         )  # fmt: skip
 
     seen_by = windows(seen)
-    begin, used, key_base = (0, seen.blocks, base) if share is None else (*share[:2], 0)
+    begin, used, key_base = (0, seen.blocks, base) if own is None else (*own[:2], 0)
 
     def attend(i: Array, into: Attended) -> Attended:
         rows, at = _scaled(_block(q, base + i)), begin + i
@@ -124,12 +124,12 @@ def attend_blocks_backward(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int = 0,
     attended_base: Int[Array, ""] | int = 0,
-    share: OwnBlocks | None = None,
+    own: OwnBlocks | None = None,
     implementation: Implementation | None = None,
 ) -> AttentionGradient:
     """Write gradients of q, k and v, from the output's, to the used blocks of ``into``.
 
-    With ``share``, the gradients of k and v are a device's part of a sum over devices, and ``into``
+    With ``own``, the gradients of k and v are a device's part of a sum over devices, and ``into``
     has zeros for them.
     """
     if (implementation or _usual()) == "kernels":
@@ -137,10 +137,10 @@ def attend_blocks_backward(  # noqa: PLR0913
 
         return packed_gpu.attend_backward(
             q, k, v, attended, gradient, seen, into,
-            base=base, attended_base=attended_base, share=share, interpret=not _on_gpu(),
+            base=base, attended_base=attended_base, own=own, interpret=not _on_gpu(),
         )  # fmt: skip
 
-    begin, used, key_base = (0, seen.blocks, base) if share is None else (*share[:2], 0)
+    begin, used, key_base = (0, seen.blocks, base) if own is None else (*own[:2], 0)
 
     # The block on the diagonal gets no code of its own, although such code could set what others
     # add to: outside the inner loop, XLA CPU does not vectorise the masked exponentials (126 us

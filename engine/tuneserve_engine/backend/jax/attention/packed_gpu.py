@@ -66,7 +66,7 @@ def attend(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int,
     attended_base: Int[Array, ""] | int,
-    share: OwnBlocks | None = None,
+    own: OwnBlocks | None = None,
     interpret: bool,
 ) -> Attended:
     """See ``packed.attend_blocks``."""
@@ -74,10 +74,10 @@ def attend(  # noqa: PLR0913
     heads = partial(_heads, block=block)
     out, logsumexp = _call(
         _forward_kernel,
-        _layout(seen, head_dim, base, attended_base, share),
+        _layout(seen, head_dim, base, attended_base, own),
         (_padded(heads(q)), _padded(k), _padded(v)),
         (_padded(heads(into.out)), heads(into.logsumexp)),
-        blocks=seen.start.shape[0] if share is None else share.size,
+        blocks=seen.start.shape[0] if own is None else own.size,
         interpret=interpret,
     )
     return Attended(
@@ -96,7 +96,7 @@ def attend_backward(  # noqa: PLR0913
     *,
     base: Int[Array, ""] | int,
     attended_base: Int[Array, ""] | int,
-    share: OwnBlocks | None = None,
+    own: OwnBlocks | None = None,
     interpret: bool,
 ) -> AttentionGradient:
     """See ``packed.attend_blocks_backward``."""
@@ -104,7 +104,7 @@ def attend_backward(  # noqa: PLR0913
     heads = partial(_heads, block=block)
     mine = lax.dynamic_slice_in_dim(attended.out, attended_base, n)
     shared = (gradient.astype(jnp.float32) * mine.astype(jnp.float32)).sum(-1)
-    layout = _layout(seen, head_dim, base, attended_base, share)
+    layout = _layout(seen, head_dim, base, attended_base, own)
     arrays = (
         _padded(heads(q)),
         _padded(k),
@@ -267,14 +267,14 @@ def _call(  # noqa: PLR0913
 
 
 def _layout(
-    seen: Visibility, head_dim: int, base: Any, attended_base: Any, share: OwnBlocks | None
+    seen: Visibility, head_dim: int, base: Any, attended_base: Any, own: OwnBlocks | None
 ) -> _Layout:
     index = jnp.arange(seen.start.shape[0], dtype=jnp.int32)
     # Starts never decrease: the used query blocks that meet block j are j to the last whose start
     # is at most j.
     meets = (seen.start[None, :] <= index[:, None]) & (index < seen.blocks)[None, :]
     stop = meets.sum(1, dtype=jnp.int32)
-    first, blocks, key_base = (0, seen.blocks, base) if share is None else (*share[:2], 0)
+    first, blocks, key_base = (0, seen.blocks, base) if own is None else (*own[:2], 0)
     return _Layout(
         jnp.float32(head_dim**-0.5),
         blocks,

@@ -339,7 +339,7 @@ def test_devices_that_share_a_datum_have_the_bits_of_one(
 
     @jax.jit
     def run_share(first: jax.Array, blocks: jax.Array) -> tuple[Attended, AttentionGradient]:
-        share = OwnBlocks(first, blocks, size)
+        own_blocks = OwnBlocks(first, blocks, size)
 
         def mine(x: jax.Array) -> jax.Array:
             room = jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1)), constant_values=7)
@@ -347,7 +347,7 @@ def test_devices_that_share_a_datum_have_the_bits_of_one(
             used = jnp.arange(size).reshape(-1, *[1] * (x.ndim - 1)) < blocks
             return jnp.concatenate([jnp.full_like(part, 7), jnp.where(used, part, 7)])
 
-        options = {"base": size, "share": share, "implementation": implementation}
+        options = {"base": size, "own": own_blocks, "implementation": implementation}
         options["attended_base"] = size
         keys = at.k, at.v
         into = jax.tree.map(lambda x: jnp.full_like(mine(x), 7), at.attended)
