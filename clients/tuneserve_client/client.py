@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 import httpx
 
 from tuneserve_client.catalog import PATH_PREFIX, Catalog, split_path
+from tuneserve_client.defaults import DEFAULT_URL, OPEN_KEY
 from tuneserve_client.errors import (
     InvalidRequest,
     TuneserveError,
@@ -41,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEFAULT_URL = "http://127.0.0.1:8410"
-OPEN_KEY = "tml-local"
-"""The default API key, for a server without keys."""
 _EXPORT_NEEDED = "export_needed"
 _SAMPLER_ID = re.compile(r"s-\w+:sample:\d+")
 

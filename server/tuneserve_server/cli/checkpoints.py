@@ -14,6 +14,7 @@ from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, ListFirst, Url, connected
 from tuneserve_server.cli.output import (
     FAILED,
+    application,
     end,
     minute,
     print_json,
@@ -22,7 +23,7 @@ from tuneserve_server.cli.output import (
     size,
 )
 
-app = typer.Typer(cls=ListFirst, help="Manage checkpoints: list, delete, export, import, merge.")
+app = application(cls=ListFirst, help="Manage checkpoints: list, delete, export, import, merge.")
 
 CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint, tinker://…")]
 

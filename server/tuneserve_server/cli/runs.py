@@ -6,9 +6,16 @@ import typer
 
 from tuneserve_client.wire import types
 from tuneserve_server.cli.options import HERE, ApiKey, AsJson, ListFirst, Url, connected
-from tuneserve_server.cli.output import minute, print_facts, print_json, print_table, sparkline
+from tuneserve_server.cli.output import (
+    application,
+    minute,
+    print_facts,
+    print_json,
+    print_table,
+    sparkline,
+)
 
-app = typer.Typer(cls=ListFirst, help="List and show training runs.")
+app = application(cls=ListFirst, help="List and show training runs.")
 
 _HEAD = ["id", "base model", "adapter", "rank", "status", "created", "last request"]
 _WIDTH = 48
