@@ -197,8 +197,7 @@ class Catalog:
     async def tokenizer(self, base_model: str | None = None) -> "Tokenizer":
         """Return the base model's tokenizer, downloaded from the server without a hub.
 
-        It is cached in memory, and on disk for as long as the server has the same files. Needs the
-        extra ``tokenizer``.
+        It is cached in memory, and on disk for as long as the server has the same files.
         """
         base_model = base_model or await self.only_base_model()
         task = self._tokenizers.get(base_model)
@@ -208,13 +207,8 @@ class Catalog:
         return await asyncio.shield(task)
 
     async def _load_tokenizer(self, base_model: str) -> "Tokenizer":
-        try:
-            from tuneserve_client.wire.tokenizer import FILES, Tokenizer
-        except ImportError as error:
-            raise ImportError(
-                f"{error.name}, which reads tokenizers, is not installed; run pip install "
-                "'.[tokenizer]' in a clone of tuneserve's repository, or send token ids"
-            ) from error
+        from tuneserve_client.wire.tokenizer import FILES, Tokenizer  # not for token ids
+
         first, *others = FILES
         tokenizer = await self._tokenizer_file(base_model, first)
         assert tokenizer is not None

@@ -29,8 +29,8 @@ _DATA, _DONE = "data: ", "[DONE]"
 class AsyncSampler:
     """A sampler of weights that never change; ``path`` is that of their checkpoint, if any.
 
-    A prompt is a text, token ids, or the messages of a conversation. Texts and messages need the
-    extra ``tokenizer``, except in ``stream`` and ``chat``, where the server tokenizes them.
+    A prompt is a text, token ids, or the messages of a conversation. In ``stream`` and ``chat``,
+    the server tokenizes texts and messages.
     """
 
     def __init__(

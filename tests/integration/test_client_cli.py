@@ -2,10 +2,14 @@
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -274,6 +278,51 @@ def test_chat_answers_like_the_sampler_and_remembers(trained, client):
         tuneserve("chat", "--prompt", QUESTION, "--system", system["content"], *options, "--json")
     )
     assert told == {"prompt": QUESTION, "answer": base}
+
+
+def test_chat_compares_a_checkpoint_with_its_base_model(trained, client):
+    _, path, _ = trained
+    options = ["--temperature", "0", "--max-tokens", "24", "--compare"]
+    greedy = {"temperature": 0, "max_tokens": 24}
+    asked = [{"role": "user", "content": QUESTION}]
+    learnt = client.sampler(path).chat(asked, **greedy)
+    base = client.sampler().chat(asked, **greedy)
+    assert learnt != base
+    (told,) = lines(tuneserve("chat", path, "--prompt", QUESTION, *options, "--json"))
+    assert told == {"prompt": QUESTION, "answer": learnt, "base_answer": base}
+    said = tuneserve("chat", path, "--prompt", QUESTION, *options)
+    assert said == f"{path}:\n{learnt}\ntuneserve/tiny:\n{base}\n"
+    refused = tuneserve("chat", "--prompt", QUESTION, *options, status=2)
+    assert "--compare needs a checkpoint, and tuneserve/tiny is a base model" in refused
+
+
+def test_a_conversation_on_a_terminal_takes_commands_and_is_saved(trained, client, tmp_path):
+    _, path, _ = trained
+    asked = [{"role": "user", "content": QUESTION}]
+    answer = client.sampler(path).chat(asked, temperature=0, max_tokens=24)
+    typed = ["/set temperature 0", "/set max_tokens 24", "/set tempature 1", QUESTION]
+    typed += ["/save talk.jsonl", "/exit"]
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "tuneserve_server", "chat", path]
+    state = {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "dumb"}
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=os.environ | state
+    ) as process:
+        os.close(terminal)
+        os.write(master, "".join(f"{line}\r" for line in typed).encode())
+        shown = b""
+        with suppress(OSError):  # the end of the terminal
+            while piece := os.read(master, 4096):
+                shown += piece
+        assert process.wait(60) == 0
+    os.close(master)
+    assert answer.encode() in shown
+    assert b"'tempature' is not an option; the options are system, temperature" in shown
+    (row,) = lines(Path("talk.jsonl").read_text())
+    assert row == {"messages": [*asked, {"role": "assistant", "content": answer}]}
+    history = tmp_path / "state" / "tuneserve" / "chat_history"
+    assert f"+{QUESTION}" in history.read_text().splitlines()
+    assert history.stat().st_mode & 0o777 == 0o600
 
 
 def test_runs_show_what_was_learnt_and_what_it_cost(trained, client):
