@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from tuneserve_client.errors import NotFound
+from tuneserve_client.arguments import checks_arguments
+from tuneserve_client.errors import NotFound, RequestFailed, TuneserveError
 from tuneserve_client.futures import split_id
 from tuneserve_client.peft_archive import AdapterArchive, unpack
 from tuneserve_client.transport import API, Transport
@@ -27,6 +28,7 @@ PATH_PREFIX = "tinker://"
 _PAGE = 500
 
 
+@checks_arguments
 class Catalog:
     """The base models, runs and checkpoints of a tenant on a server. Needs no session."""
 
@@ -137,6 +139,18 @@ class Catalog:
         return await self.transport.ask(
             types.WeightsInfoResponse, "POST", "/weights_info", body=body
         )
+
+    async def check_found(self, path: str, error: RequestFailed) -> None:
+        """Raise ``NotFound`` from the error of a load if its checkpoint is missing.
+
+        The answer to a load has no code for this reason.
+        """
+        try:
+            await self.checkpoint_info(path)
+        except NotFound as missing:
+            raise missing from error
+        except TuneserveError:
+            return  # the error of the load says more
 
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint; samplers that use it still work.

@@ -1,6 +1,5 @@
 """The asynchronous client: its session, and the models and samplers that it opens."""
 
-import difflib
 import logging
 import os
 import re
@@ -12,12 +11,10 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import httpx
 
+from tuneserve_client.arguments import checks_arguments, hint
 from tuneserve_client.catalog import PATH_PREFIX, Catalog, split_path
-from tuneserve_client.defaults import DEFAULT_URL, OPEN_KEY
-from tuneserve_client.errors import (
-    InvalidRequest,
-    TuneserveError,
-)
+from tuneserve_client.defaults import DEFAULT_URL, OPEN_KEY, RANK
+from tuneserve_client.errors import InvalidRequest, RequestFailed, TuneserveError
 from tuneserve_client.futures import AsyncFuture, split_id
 from tuneserve_client.sampling import (
     AsyncSampler,
@@ -75,6 +72,7 @@ class Options(TypedDict, total=False):
     """The transport to use instead of the network."""
 
 
+@checks_arguments
 class AsyncClient(Catalog):
     """A client of a server, for asyncio.
 
@@ -135,7 +133,7 @@ class AsyncClient(Catalog):
         self,
         base_model: str | None = None,
         *,
-        rank: int = 32,
+        rank: int = RANK,
         seed: int | None = None,
         train_attn: bool = True,
         train_mlp: bool = True,
@@ -175,7 +173,8 @@ class AsyncClient(Catalog):
     ) -> AsyncModel:
         """Create a model that continues from a checkpoint.
 
-        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew.
+        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew. Raises
+        ``NotFound`` if there is no such checkpoint.
         """
         body = types.LoadNewRequest(
             session_id=await self._session.id(),
@@ -184,7 +183,11 @@ class AsyncClient(Catalog):
             optimizer=optimizer,
             user_metadata=None if user_metadata is None else dict(user_metadata),
         )
-        return await self._created("load_weights", body)
+        try:
+            return await self._created("load_weights", body)
+        except RequestFailed as error:
+            await self.check_found(path, error)
+            raise
 
     async def _created(self, route: str, body: types.SessionKey) -> AsyncModel:
         ask = self.transport.ask
@@ -259,9 +262,7 @@ def _check_options(options: Options) -> None:
     known = ["base_url", "api_key", *Options.__annotations__]
     for name in options:
         if name not in Options.__annotations__:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-            raise TypeError(f"a client has no option {name!r}; {hint}")
+            raise TypeError(f"a client has no option {name!r}; {hint(name, known)}")
 
 
 def _setting(*names: str) -> str | None:

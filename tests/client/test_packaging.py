@@ -1,6 +1,7 @@
 """The packages of an install of the client and its commands, and the modules that it loads."""
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -131,3 +132,15 @@ def test_the_wire_types_alone_load_no_http_client() -> None:
 def test_every_public_name_exists_and_is_typed() -> None:
     assert set(tuneserve_client.__all__) == set(tuneserve_client._HOMES)
     assert (Path(tuneserve_client.__file__).parent / "py.typed").exists()
+
+
+def test_dir_shows_the_public_names_and_the_version_is_that_of_the_package() -> None:
+    assert set(dir(tuneserve_client)) == {*tuneserve_client.__all__, "__version__"}
+    assert tuneserve_client.__version__ == importlib.metadata.version("tuneserve")
+
+
+def test_every_exception_of_the_page_is_importable_from_the_package() -> None:
+    page = (ROOT / "docs/sdk.md").read_text()
+    table = page.partition("| Exception |")[2].partition("\n\n")[0]
+    names = re.findall(r"`([A-Z]\w+)`", "".join(row.split("|")[1] for row in table.split("\n")[2:]))
+    assert {"BudgetSpent", "NotFound"} <= set(names) <= set(tuneserve_client.__all__)

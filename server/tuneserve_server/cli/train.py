@@ -25,6 +25,7 @@ from tuneserve_client import (
     TrainOutput,
 )
 from tuneserve_client.catalog import split_path
+from tuneserve_client.defaults import RANK as _RANK
 from tuneserve_engine.core.errors import REFUSED, UserError
 from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.cli.checkpoints import check_export
@@ -34,7 +35,6 @@ from tuneserve_server.cli.train_recipe import Recipe
 from tuneserve_server.cli.train_rows import BadRows, Rows, encode, read_rows
 from tuneserve_server.cli.train_view import Step, View, view_of
 
-_RANK = 16
 _AHEAD = 2
 """The number of steps that are sent before the result of an earlier step is read.
 
