@@ -11,6 +11,7 @@ from tuneserve_client import RequestFailed, Sampler, TuneserveError
 from tuneserve_client.data import Message
 from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
 from tuneserve_server.cli.output import print_json_line
+from tuneserve_server.cli.resolve import checkpoint_or_base_model
 
 
 def chat(  # noqa: PLR0913 - options
@@ -18,7 +19,8 @@ def chat(  # noqa: PLR0913 - options
         str | None,
         typer.Argument(
             metavar="[PATH|BASE_MODEL]",
-            help="Checkpoint or base model. Default: the only base model.",
+            help="Checkpoint (path, run name, start of the id, or last) or base model. Default: "
+            "the only base model.",
             show_default=False,
         ),
     ] = None,
@@ -42,7 +44,8 @@ def chat(  # noqa: PLR0913 - options
     is_live = prompt is None and sys.stdin.isatty() and not as_json
     with connected(url, api_key, deadline_s=PATIENT_S, name="chat") as client:
         options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-        talk = _Talk(client.sampler(what), options, system)
+        chosen = None if what is None else checkpoint_or_base_model(client, what)
+        talk = _Talk(client.sampler(chosen), options, system)
         if is_live:
             keys = "Ctrl-C stops an answer, Ctrl-D ends the conversation"
             typer.echo(f"{talk.name}: {keys}", err=True)
