@@ -15,6 +15,7 @@ from urllib.parse import quote
 from tuneserve_client.arguments import checks_arguments
 from tuneserve_client.errors import NotFound, RequestFailed, TuneserveError
 from tuneserve_client.futures import split_id
+from tuneserve_client.paths import split_path
 from tuneserve_client.peft_archive import AdapterArchive, unpack
 from tuneserve_client.transport import API, Transport
 from tuneserve_client.wire import types
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATH_PREFIX = "tinker://"
 _PAGE = 500
 
 
@@ -301,17 +301,6 @@ class _Kept:
 def has_failed(task: "asyncio.Task[Any]") -> bool:
     """Return whether the task has ended without a result, and should be tried again."""
     return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def split_path(path: str) -> tuple[str, str, str]:
-    """Return the model, kind and name in a checkpoint's path. Raises ``ValueError``."""
-    parts = path.removeprefix(PATH_PREFIX).split("/")
-    if not path.startswith(PATH_PREFIX) or len(parts) != 3 or not all(parts):
-        raise ValueError(
-            f"{path!r} is not a checkpoint's path; it must be tinker://<model>/<kind>/<name>, as "
-            "saving returns it"
-        )
-    return parts[0], parts[1], parts[2]
 
 
 def _route(path: str) -> str:

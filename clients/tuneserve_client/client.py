@@ -12,10 +12,11 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 import httpx
 
 from tuneserve_client.arguments import checks_arguments, hint
-from tuneserve_client.catalog import PATH_PREFIX, Catalog, split_path
+from tuneserve_client.catalog import Catalog
 from tuneserve_client.defaults import DEFAULT_URL, OPEN_KEY, RANK
 from tuneserve_client.errors import InvalidRequest, RequestFailed, TuneserveError
 from tuneserve_client.futures import AsyncFuture, split_id
+from tuneserve_client.paths import PATH_PREFIX, split_path
 from tuneserve_client.sampling import (
     AsyncSampler,
     join_sampler,
@@ -139,12 +140,14 @@ class AsyncClient(Catalog):
         train_mlp: bool = True,
         train_unembed: bool = True,
         adapter: types.Adapter | None = None,
+        name: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> AsyncModel:
         """Create a model: a new adapter on a base model.
 
         The adapter is LoRA, unless ``adapter`` names another kind; ``adapter`` may also set the
-        rank. You may leave out ``base_model`` if the server has only one.
+        rank. You may leave out ``base_model`` if the server has only one. Lists and the dashboard
+        show ``name``, which is stored as ``name`` in the metadata.
         """
         base_model = base_model or await self.only_base_model()
         lora = types.LoraConfig(
@@ -158,7 +161,7 @@ class AsyncClient(Catalog):
             session_id=await self._session.id(),
             model_seq_id=self._session.next_model(),
             base_model=base_model,
-            user_metadata=None if user_metadata is None else dict(user_metadata),
+            user_metadata=_named(name, user_metadata),
             lora_config=lora,
             adapter=adapter,
         )
@@ -169,19 +172,21 @@ class AsyncClient(Catalog):
         path: str,
         *,
         optimizer: bool = True,
+        name: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> AsyncModel:
         """Create a model that continues from a checkpoint.
 
-        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew. Raises
-        ``NotFound`` if there is no such checkpoint.
+        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew. ``name``
+        is that of the new model, as in ``create_model``. Raises ``NotFound`` if there is no such
+        checkpoint.
         """
         body = types.LoadNewRequest(
             session_id=await self._session.id(),
             model_seq_id=self._session.next_model(),
             path=path,
             optimizer=optimizer,
-            user_metadata=None if user_metadata is None else dict(user_metadata),
+            user_metadata=_named(name, user_metadata),
         )
         try:
             return await self._created("load_weights", body)
@@ -263,6 +268,13 @@ def _check_options(options: Options) -> None:
     for name in options:
         if name not in Options.__annotations__:
             raise TypeError(f"a client has no option {name!r}; {hint(name, known)}")
+
+
+def _named(name: str | None, metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Return the metadata of a model with its name; None if there is neither."""
+    if name is None and metadata is None:
+        return None
+    return {**(metadata or {}), **({} if name is None else {"name": name})}
 
 
 def _setting(*names: str) -> str | None:

@@ -395,7 +395,7 @@ def test_the_doctor_finds_a_running_service_healthy(server, monkeypatch):
         (["runs", "show", "nobody:train:0"], 1, "not"),
         (["runs", "--api-key", "sk-other"], 1, "tml-"),
         (["checkpoints", "delete", "tinker://nobody/weights/none"], 1, "not"),
-        (["checkpoints", "delete", "nowhere"], 2, "is not a checkpoint's path"),
+        (["checkpoints", "delete", "nowhere"], 1, "no checkpoint has the name 'nowhere'"),
         (["chat", "gpt-4", "--prompt", "Hi"], 1, "gpt-4"),
         (["train", "rows.jsonl", "--base-model", "gpt-4"], 2, "this server has tuneserve/tiny"),
         (["train", "rows.jsonl", "--rank", "4000"], 1, "rank"),

@@ -8,6 +8,7 @@ import typer
 from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
 from tuneserve_server.cli.output import end
+from tuneserve_server.cli.resolve import checkpoint_or_base_model
 
 
 def chat(  # noqa: PLR0913 - options
@@ -15,7 +16,8 @@ def chat(  # noqa: PLR0913 - options
         str | None,
         typer.Argument(
             metavar="[PATH|BASE_MODEL]",
-            help="Checkpoint or base model. Default: the only base model.",
+            help="Checkpoint (path, run name, start of the id, or last) or base model. Default: "
+            "the only base model.",
             show_default=False,
         ),
     ] = None,
@@ -44,7 +46,8 @@ def chat(  # noqa: PLR0913 - options
 
     options = ChatOptions(temperature, max_tokens, seed, system)
     with connected(url, api_key, deadline_s=PATIENT_S, name="chat") as client:
-        talks = [Conversation(client.sampler(what), options)]
+        chosen = None if what is None else checkpoint_or_base_model(client, what)
+        talks = [Conversation(client.sampler(chosen), options)]
         if compare and not talks[0].sampler.path:
             end(f"--compare needs a checkpoint, and {talks[0].name} is a base model", REFUSED)
         if compare:

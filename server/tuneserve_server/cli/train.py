@@ -24,13 +24,14 @@ from tuneserve_client import (
     StepOutput,
     TrainOutput,
 )
-from tuneserve_client.catalog import split_path
 from tuneserve_client.defaults import RANK as _RANK
+from tuneserve_client.paths import split_path
 from tuneserve_engine.core.errors import REFUSED, UserError
 from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.cli.checkpoints import check_export
 from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
 from tuneserve_server.cli.output import FAILED, end, print_json_line, this_command
+from tuneserve_server.cli.resolve import checkpoint_path
 from tuneserve_server.cli.train_recipe import Recipe
 from tuneserve_server.cli.train_rows import BadRows, Rows, encode, read_rows
 from tuneserve_server.cli.train_view import Step, View, view_of
@@ -97,7 +98,15 @@ def train(  # noqa: PLR0913 - options
         typer.Option(help="Directory to write the adapter to, for PEFT.", metavar="DIR"),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Checkpoint to continue from.", metavar="PATH")
+        str | None,
+        typer.Option(
+            help="Checkpoint or run to continue from: path, name, start of the id, or last.",
+            metavar="PATH",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the run. Default: train and the file's name.", metavar="NAME"),
     ] = None,
     seed: Annotated[
         int | None,
@@ -127,9 +136,11 @@ def train(  # noqa: PLR0913 - options
     }
     try:
         rows = read_rows(data)
-        with connected(url, api_key, deadline_s=PATIENT_S, name=f"train {data.name}") as client:
+        name = name or f"train {data.name}"
+        with connected(url, api_key, deadline_s=PATIENT_S, name=name) as client:
             fresh = Recipe(rows.digest).changed(given)
             if resume:
+                resume = checkpoint_path(client, resume, training=True)
                 recipe, first, base_model = _remembered(client, resume, fresh, given)
             else:
                 recipe, first = fresh, 0
@@ -138,10 +149,10 @@ def train(  # noqa: PLR0913 - options
             if first >= recipe.steps(len(datums)):
                 end(f"{resume} is at the end of this run already; raise --epochs", REFUSED)
             if resume:
-                model = client.load_model(resume)
+                model = client.load_model(resume, name=name)
             else:
                 model = client.create_model(
-                    base_model, rank=rank or _RANK, seed=recipe.seed, adapter=kind
+                    base_model, rank=rank or _RANK, seed=recipe.seed, adapter=kind, name=name
                 )
             run = _TrainingRun(model, recipe, datums, first)
             _carry_out(client, run, _Wishes(data, save, export, as_json, url))
