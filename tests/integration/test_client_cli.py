@@ -391,3 +391,18 @@ def test_every_command_of_the_page_runs_after_the_others(server, tmp_path, monke
     used = {arguments.split()[1] for arguments in commands}
     assert used == {"train", "chat", "runs", "checkpoints", "top", "doctor"}
     assert (tmp_path / "pirate" / "adapter_model.safetensors").exists()
+
+
+def test_other_forms_are_shown_and_trained(tmp_path):
+    alpaca = tmp_path / "alpaca.csv"
+    alpaca.write_text("instruction,input,output\nSay hello,,Ahoy!\nSay bye,,Arr!\n")
+    turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Ahoy!"}]
+    (tmp_path / "sharegpt.json").write_text(json.dumps([{"conversations": turns}] * 2))
+    before = tuneserve("runs", "list")
+    shown = facts("train", alpaca, "--dry-run", "--batch-size", "1")
+    assert shown["rows"] == shown["steps"] == 2
+    assert any(part["learnt"] and "Ahoy!" in part["text"] for part in shown["example"])
+    assert tuneserve("runs", "list") == before
+    for name in ("alpaca.csv", "sharegpt.json"):
+        said = tuneserve("train", tmp_path / name, *QUICK)
+        assert said.startswith("2 rows, ") and "saved as tinker://" in said

@@ -1,4 +1,4 @@
-"""``tuneserve train``: supervised fine-tuning of one adapter from a JSONL file."""
+"""``tuneserve train``: supervised fine-tuning of one adapter on rows of data."""
 
 import shlex
 import signal
@@ -28,6 +28,8 @@ from tuneserve_client.catalog import split_path
 from tuneserve_engine.core.errors import REFUSED, UserError
 from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.cli.checkpoints import check_export
+from tuneserve_server.cli.data.preview import Preview
+from tuneserve_server.cli.data.sources import NoSource
 from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
 from tuneserve_server.cli.output import FAILED, end, print_json_line, this_command
 from tuneserve_server.cli.train_recipe import Recipe
@@ -48,7 +50,12 @@ _INTERRUPTED = 130  # a shell's status of a command that Ctrl-C ended
 
 
 def train(  # noqa: PLR0913 - options
-    data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", exists=True, dir_okay=False)],
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA", help="JSONL, JSON, CSV or Parquet file; dataset directory or hub id."
+        ),
+    ],
     base_model: Annotated[
         str | None,
         typer.Option(help="Base model. Default: the only one of the server.", metavar="NAME"),
@@ -103,11 +110,23 @@ def train(  # noqa: PLR0913 - options
         int | None,
         typer.Option(help="Seed of the adapter and of the order of the rows. Default: 0."),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            help="Columns of the data for the expected names.",
+            metavar="prompt=question,completion=answer",
+        ),
+    ] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Train without bad rows.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the data, and train nothing.")
+    ] = False,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune an adapter on DATA.jsonl: rows {"messages": […]} or {"prompt", "completion"}."""
+    """Fine-tune an adapter on conversations, prompts and completions, instructions, or texts."""
     kind = _adapter(adapter, rank, unfreeze_ratio, form)
     if resume and (base_model or rank or kind):
         end(
@@ -116,7 +135,7 @@ def train(  # noqa: PLR0913 - options
             REFUSED,
         )
     _check_save(save)
-    if export:
+    if export and not dry_run:
         check_export(export)
     given = {
         "seed": seed,
@@ -126,8 +145,9 @@ def train(  # noqa: PLR0913 - options
         "max_tokens": max_tokens,
     }
     try:
-        rows = read_rows(data)
-        with connected(url, api_key, deadline_s=PATIENT_S, name=f"train {data.name}") as client:
+        rows = read_rows(data, _renamed(columns), skip_bad=skip_bad)
+        name = f"train {Path(data).name}"
+        with connected(url, api_key, deadline_s=PATIENT_S, name=name) as client:
             fresh = Recipe(rows.digest).changed(given)
             if resume:
                 recipe, first, base_model = _remembered(client, resume, fresh, given)
@@ -137,6 +157,14 @@ def train(  # noqa: PLR0913 - options
             datums = _encoded(client, rows, base_model, recipe.max_tokens)
             if first >= recipe.steps(len(datums)):
                 end(f"{resume} is at the end of this run already; raise --epochs", REFUSED)
+            if dry_run or not as_json:
+                decoder = client.tokenizer(base_model)
+                shown = Preview.from_data(rows, datums, decoder, steps=recipe.steps(len(datums)))
+                shown.show(Console(), as_json=as_json)
+            elif rows.bad:
+                typer.echo(f"bad rows skipped: {len(rows.bad)}", err=True)
+            if dry_run:
+                return
             if resume:
                 model = client.load_model(resume)
             else:
@@ -144,11 +172,21 @@ def train(  # noqa: PLR0913 - options
                     base_model, rank=rank or _RANK, seed=recipe.seed, adapter=kind
                 )
             run = _TrainingRun(model, recipe, datums, first)
-            _carry_out(client, run, _Wishes(data, save, export, as_json, url))
+            _carry_out(client, run, _Wishes(data, save, export, as_json, url, columns, skip_bad))
+    except NoSource as error:
+        end(str(error), REFUSED)
     except BadRows as error:
         end(str(error), FAILED)
     except OSError as error:
         end(f"cannot read {data}: {error.strerror}", FAILED)
+
+
+def _renamed(columns: str | None) -> dict[str, str]:
+    """Return the column for each expected name, from ``name=column,name=column``."""
+    pairs = [pair.partition("=") for pair in columns.split(",")] if columns else []
+    if not all(name and column for name, _, column in pairs):
+        end(f"--map is {columns!r}; it must be like prompt=question,completion=answer", REFUSED)
+    return {name.strip(): column.strip() for name, _, column in pairs}
 
 
 def _adapter(
@@ -164,11 +202,13 @@ def _adapter(
 class _Wishes:
     """The outputs that the user asked for."""
 
-    data: Path
+    data: str
     save: str
     export: Path | None
     as_json: bool
     url: str
+    columns: str | None
+    skip_bad: bool
 
     @property
     def server(self) -> list[str]:
@@ -304,8 +344,10 @@ def _carry_out(client: Client, run: _TrainingRun, wishes: _Wishes) -> None:
         return
     more = [] if wishes.save == _SAVED_AS else ["--save", wishes.save]
     more += ["--export", str(wishes.export)] if wishes.export else []
+    more += ["--map", wishes.columns] if wishes.columns else []
+    more += ["--skip-bad"] if wishes.skip_bad else []
     more += wishes.server
-    again = shlex.join([this_command(), "train", str(wishes.data), "--resume", path, *more])
+    again = shlex.join([this_command(), "train", wishes.data, "--resume", path, *more])
     typer.echo(f"stopped after step {run.next} of {run.steps}; continue with: {again}", err=True)
     raise typer.Exit(_INTERRUPTED)
 
