@@ -24,7 +24,7 @@ from tests import quick_service
 from tuneserve_client import Client, next_token_datum
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli import main as cli
-from tuneserve_server.cli import train
+from tuneserve_server.cli import training_run
 from tuneserve_server.cli.local_server import LocalServer, free_port
 from tuneserve_server.cli.train_view import Lines
 
@@ -196,7 +196,7 @@ def test_an_interrupted_run_continues_with_the_same_options(server, tmp_path, mo
     mine = ["--save", "cut", "--export", "out", "--url", server.url]
     with monkeypatch.context() as patched:
         patched.setattr(Lines, "show", interrupted)
-        patched.setattr(train, "_AHEAD", 0)
+        patched.setattr(training_run, "_AHEAD", 0)
         ran = CliRunner().invoke(cli.app, [*map(str, wanted), *mine, "--json"])
     assert ran.exit_code == 130, ran.output
     *before, saved = lines(ran.stdout)
@@ -224,7 +224,7 @@ def test_a_run_whose_checkpoint_has_no_room_is_saved_when_there_is_some(tmp_path
                 tuneserve("checkpoints", "delete", first, *place)
 
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-        monkeypatch.setattr(train, "time", clock)
+        monkeypatch.setattr(training_run, "time", clock)
         ran = CliRunner().invoke(cli.app, ["train", str(data), *QUICK, *place, "--json"])
     assert ran.exit_code == 0, ran.output
     assert waited == [15.0, 15.0]
@@ -440,3 +440,18 @@ def test_every_command_of_the_page_runs_after_the_others(server, tmp_path, monke
     used = {arguments.split()[1] for arguments in commands}
     assert used == {"train", "chat", "runs", "checkpoints", "top", "doctor"}
     assert (tmp_path / "pirate" / "adapter_model.safetensors").exists()
+
+
+def test_other_forms_are_shown_and_trained(tmp_path):
+    alpaca = tmp_path / "alpaca.csv"
+    alpaca.write_text("instruction,input,output\nSay hello,,Ahoy!\nSay bye,,Arr!\n")
+    turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Ahoy!"}]
+    (tmp_path / "sharegpt.json").write_text(json.dumps([{"conversations": turns}] * 2))
+    before = tuneserve("runs", "list")
+    shown = facts("train", alpaca, "--dry-run", "--batch-size", "1")
+    assert shown["rows"] == shown["steps"] == 2
+    assert any(part["learnt"] and "Ahoy!" in part["text"] for part in shown["example"])
+    assert tuneserve("runs", "list") == before
+    for name in ("alpaca.csv", "sharegpt.json"):
+        said = tuneserve("train", tmp_path / name, *QUICK)
+        assert said.startswith("2 rows, ") and "saved as tinker://" in said

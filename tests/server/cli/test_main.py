@@ -350,6 +350,8 @@ def test_the_help_of_every_command_is_the_one_in_the_overview() -> None:
     [
         ["--help"],
         ["up", "--help"],
+        ["train", "--help"],
+        ["train", "missing.jsonl"],
         ["chat", "--nonsense"],
         ["runs", "show"],
         ["checkpoints", "--help"],
