@@ -6,24 +6,20 @@ asynchronous classes share. For an unknown keyword, the error suggests the neare
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
+from tuneserve_client.hints import hint
+
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CLOSE = 0.8
 """The similarity from which a free keyword counts as a misspelt parameter."""
-
-
-def hint(name: str, known: Collection[str]) -> str:
-    """Return the nearest known name as a question, or else the list of all of them."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
 
 
 def checks_arguments(kind: C) -> C:

@@ -11,11 +11,12 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import httpx
 
-from tuneserve_client.arguments import checks_arguments, hint
+from tuneserve_client.arguments import checks_arguments
 from tuneserve_client.catalog import Catalog
 from tuneserve_client.defaults import DEFAULT_URL, OPEN_KEY, RANK
 from tuneserve_client.errors import InvalidRequest, RequestFailed, TuneserveError
 from tuneserve_client.futures import AsyncFuture, split_id
+from tuneserve_client.hints import hint
 from tuneserve_client.paths import PATH_PREFIX, split_path
 from tuneserve_client.sampling import (
     AsyncSampler,

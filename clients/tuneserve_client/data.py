@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tuneserve_client.arguments import hint
+from tuneserve_client.hints import hint
 
 Array = np.ndarray[Any, Any]
 FloatArray = npt.NDArray[np.float32]

@@ -25,12 +25,12 @@ from tuneserve_client import (
 from tuneserve_client.defaults import RANK
 from tuneserve_client.paths import split_path
 from tuneserve_engine.core.errors import REFUSED
-from tuneserve_server.cli.data.preview import Preview
 from tuneserve_server.cli.data.sources import NoSource
 from tuneserve_server.cli.options import PATIENT_S, connected
 from tuneserve_server.cli.output import FAILED, end, print_json_line, this_command
 from tuneserve_server.cli.resolve import checkpoint_path
-from tuneserve_server.cli.train import SAVED_AS, TrainOptions
+from tuneserve_server.cli.train_options import SAVED_AS, TrainOptions
+from tuneserve_server.cli.train_preview import Preview
 from tuneserve_server.cli.train_recipe import Recipe
 from tuneserve_server.cli.train_rows import BadRows, Rows, encode, read_rows
 from tuneserve_server.cli.train_view import Step, View, view_of

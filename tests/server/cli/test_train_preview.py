@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tuneserve_client.wire.tokenizer import Tokenizer
 from tuneserve_engine.settings.common import TINY_MODEL
-from tuneserve_server.cli.data.preview import Preview
+from tuneserve_server.cli.train_preview import Preview
 from tuneserve_server.cli.train_rows import encode, read_rows
 
 TOKENIZER = Tokenizer.from_folder(TINY_MODEL)
