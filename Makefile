@@ -13,7 +13,7 @@ PATHS := clients server engine tests examples benchmarks scripts
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest \
-	gpu-compile gpu-programs gpu-ceilings gpu-meshes gpu-plan lint fix bench compat newcomer proto reference redis-server chromium clean
+	gpu-compile gpu-programs gpu-ceilings gpu-meshes gpu-plan lint fix bench compat newcomer proto reference docs redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
@@ -112,6 +112,9 @@ newcomer: .venv/dev.stamp  ## The README's three commands in a fresh clone, inst
 proto: .venv/dev.stamp  ## Regenerates the protobuf module
 	cd clients && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
 		tuneserve_client/wire/proto/wire.proto
+
+docs: .venv/dev.stamp  ## Builds the documentation site into docs/_build/html; a dead link is an error
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html -d docs/_build/doctrees docs docs/_build/html
 
 reference: .venv/dev.stamp  ## Writes docs/reference.md from the routes
 	$(BIN)/python scripts/api_reference.py
