@@ -1,7 +1,7 @@
 """The client of a tuneserve server: ``Client``, or ``AsyncClient`` for asyncio.
 
 Names are imported on first use: the server and the engine share the wire types of this package, and
-need nothing else from it.
+need nothing else from it. ``dir`` shows the public names.
 """
 
 from importlib import import_module
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tuneserve_client.client import AsyncClient
     from tuneserve_client.data import Datum, chat_datum, next_token_datum, sft_datum
     from tuneserve_client.errors import (
+        BudgetSpent,
         Forbidden,
         InvalidRequest,
         LossFailed,
@@ -38,7 +39,14 @@ _NAMES = {
     "progress_bars": ["gather", "progress"],
     "data": ["Datum", "chat_datum", "next_token_datum", "sft_datum"],
     "errors": [
-        *("Forbidden", "InvalidRequest", "LossFailed", "ModelInterrupted", "NotFound"),
+        *(
+            "BudgetSpent",
+            "Forbidden",
+            "InvalidRequest",
+            "LossFailed",
+            "ModelInterrupted",
+            "NotFound",
+        ),
         *("Overloaded", "Refused", "RequestFailed", "ResultExpired", "ServerFault"),
         *("SessionEnded", "TuneserveError", "Unauthorized", "Unreachable"),
     ],
@@ -58,6 +66,7 @@ __all__ = [
     "AsyncFuture",
     "AsyncModel",
     "AsyncSampler",
+    "BudgetSpent",
     "Client",
     "Datum",
     "Forbidden",
@@ -91,7 +100,15 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tuneserve")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from tuneserve_client.errors import NotFound
+from tuneserve_client.arguments import checks_arguments
+from tuneserve_client.errors import NotFound, RequestFailed, TuneserveError
 from tuneserve_client.futures import split_id
+from tuneserve_client.paths import split_path
 from tuneserve_client.peft_archive import AdapterArchive, unpack
 from tuneserve_client.transport import API, Transport
 from tuneserve_client.wire import types
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATH_PREFIX = "tinker://"
 _PAGE = 500
 
 
+@checks_arguments
 class Catalog:
     """The base models, runs and checkpoints of a tenant on a server. Needs no session."""
 
@@ -138,6 +140,18 @@ class Catalog:
             types.WeightsInfoResponse, "POST", "/weights_info", body=body
         )
 
+    async def check_found(self, path: str, error: RequestFailed) -> None:
+        """Raise ``NotFound`` from the error of a load if its checkpoint is missing.
+
+        The answer to a load has no code for this reason.
+        """
+        try:
+            await self.checkpoint_info(path)
+        except NotFound as missing:
+            raise missing from error
+        except TuneserveError:
+            return  # the error of the load says more
+
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint; samplers that use it still work.
 
@@ -197,8 +211,7 @@ class Catalog:
     async def tokenizer(self, base_model: str | None = None) -> "Tokenizer":
         """Return the base model's tokenizer, downloaded from the server without a hub.
 
-        It is cached in memory, and on disk for as long as the server has the same files. Needs the
-        extra ``tokenizer``.
+        It is cached in memory, and on disk for as long as the server has the same files.
         """
         base_model = base_model or await self.only_base_model()
         task = self._tokenizers.get(base_model)
@@ -208,13 +221,8 @@ class Catalog:
         return await asyncio.shield(task)
 
     async def _load_tokenizer(self, base_model: str) -> "Tokenizer":
-        try:
-            from tuneserve_client.wire.tokenizer import FILES, Tokenizer
-        except ImportError as error:
-            raise ImportError(
-                f"{error.name}, which reads tokenizers, is not installed; run pip install "
-                "'.[tokenizer]' in a clone of tuneserve's repository, or send token ids"
-            ) from error
+        from tuneserve_client.wire.tokenizer import FILES, Tokenizer  # not for token ids
+
         first, *others = FILES
         tokenizer = await self._tokenizer_file(base_model, first)
         assert tokenizer is not None
@@ -293,17 +301,6 @@ class _Kept:
 def has_failed(task: "asyncio.Task[Any]") -> bool:
     """Return whether the task has ended without a result, and should be tried again."""
     return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def split_path(path: str) -> tuple[str, str, str]:
-    """Return the model, kind and name in a checkpoint's path. Raises ``ValueError``."""
-    parts = path.removeprefix(PATH_PREFIX).split("/")
-    if not path.startswith(PATH_PREFIX) or len(parts) != 3 or not all(parts):
-        raise ValueError(
-            f"{path!r} is not a checkpoint's path; it must be tinker://<model>/<kind>/<name>, as "
-            "saving returns it"
-        )
-    return parts[0], parts[1], parts[2]
 
 
 def _route(path: str) -> str:

@@ -1,6 +1,5 @@
 """The asynchronous client: its session, and the models and samplers that it opens."""
 
-import difflib
 import logging
 import os
 import re
@@ -12,12 +11,13 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import httpx
 
-from tuneserve_client.catalog import PATH_PREFIX, Catalog, split_path
-from tuneserve_client.errors import (
-    InvalidRequest,
-    TuneserveError,
-)
+from tuneserve_client.arguments import checks_arguments
+from tuneserve_client.catalog import Catalog
+from tuneserve_client.defaults import DEFAULT_URL, OPEN_KEY, RANK
+from tuneserve_client.errors import InvalidRequest, RequestFailed, TuneserveError
 from tuneserve_client.futures import AsyncFuture, split_id
+from tuneserve_client.hints import hint
+from tuneserve_client.paths import PATH_PREFIX, split_path
 from tuneserve_client.sampling import (
     AsyncSampler,
     join_sampler,
@@ -41,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEFAULT_URL = "http://127.0.0.1:8410"
-OPEN_KEY = "tml-local"
-"""The default API key, for a server without keys."""
 _EXPORT_NEEDED = "export_needed"
 _SAMPLER_ID = re.compile(r"s-\w+:sample:\d+")
 
@@ -77,6 +74,7 @@ class Options(TypedDict, total=False):
     """The transport to use instead of the network."""
 
 
+@checks_arguments
 class AsyncClient(Catalog):
     """A client of a server, for asyncio.
 
@@ -137,18 +135,20 @@ class AsyncClient(Catalog):
         self,
         base_model: str | None = None,
         *,
-        rank: int = 32,
+        rank: int = RANK,
         seed: int | None = None,
         train_attn: bool = True,
         train_mlp: bool = True,
         train_unembed: bool = True,
         adapter: types.Adapter | None = None,
+        name: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> AsyncModel:
         """Create a model: a new adapter on a base model.
 
         The adapter is LoRA, unless ``adapter`` names another kind; ``adapter`` may also set the
-        rank. You may leave out ``base_model`` if the server has only one.
+        rank. You may leave out ``base_model`` if the server has only one. Lists and the dashboard
+        show ``name``, which is stored as ``name`` in the metadata.
         """
         base_model = base_model or await self.only_base_model()
         lora = types.LoraConfig(
@@ -162,7 +162,7 @@ class AsyncClient(Catalog):
             session_id=await self._session.id(),
             model_seq_id=self._session.next_model(),
             base_model=base_model,
-            user_metadata=None if user_metadata is None else dict(user_metadata),
+            user_metadata=_named(name, user_metadata),
             lora_config=lora,
             adapter=adapter,
         )
@@ -173,20 +173,27 @@ class AsyncClient(Catalog):
         path: str,
         *,
         optimizer: bool = True,
+        name: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> AsyncModel:
         """Create a model that continues from a checkpoint.
 
-        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew.
+        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew. ``name``
+        is that of the new model, as in ``create_model``. Raises ``NotFound`` if there is no such
+        checkpoint.
         """
         body = types.LoadNewRequest(
             session_id=await self._session.id(),
             model_seq_id=self._session.next_model(),
             path=path,
             optimizer=optimizer,
-            user_metadata=None if user_metadata is None else dict(user_metadata),
+            user_metadata=_named(name, user_metadata),
         )
-        return await self._created("load_weights", body)
+        try:
+            return await self._created("load_weights", body)
+        except RequestFailed as error:
+            await self.check_found(path, error)
+            raise
 
     async def _created(self, route: str, body: types.SessionKey) -> AsyncModel:
         ask = self.transport.ask
@@ -261,9 +268,14 @@ def _check_options(options: Options) -> None:
     known = ["base_url", "api_key", *Options.__annotations__]
     for name in options:
         if name not in Options.__annotations__:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-            raise TypeError(f"a client has no option {name!r}; {hint}")
+            raise TypeError(f"a client has no option {name!r}; {hint(name, known)}")
+
+
+def _named(name: str | None, metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Return the metadata of a model with its name; None if there is neither."""
+    if name is None and metadata is None:
+        return None
+    return {**(metadata or {}), **({} if name is None else {"name": name})}
 
 
 def _setting(*names: str) -> str | None:

@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tuneserve_client.hints import hint
+
 Array = np.ndarray[Any, Any]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
@@ -19,6 +21,8 @@ Message = Mapping[str, Any]
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 TARGETS = "target_tokens"
+INPUTS = ("weights", "logprobs", "advantages", "sequence_ratio_mask", "sampled_mask")
+"""The inputs that a loss of the server reads, beside the targets."""
 
 
 class Encoder(Protocol):
@@ -42,6 +46,8 @@ class Datum:
     Position i of ``tokens`` predicts ``targets[i]``: targets are shifted already. ``inputs`` are
     per position, too: ``weights`` for cross_entropy (ones if left out), ``logprobs`` and
     ``advantages`` for policy losses. For K targets per position, targets and weights are [N, K].
+    Raises ``TypeError`` for an input that no loss of the server reads. If your own loss needs
+    others, add them to ``inputs`` afterwards.
     """
 
     tokens: IntArray
@@ -54,6 +60,12 @@ class Datum:
         weights: npt.ArrayLike | None = None,
         **inputs: npt.ArrayLike,
     ) -> None:
+        for name in inputs:
+            if name not in INPUTS:
+                raise TypeError(
+                    f"Datum() has no input {name!r} (for a loss of your own, set "
+                    f"datum.inputs[{name!r}]); {hint(name, ('tokens', 'targets', *INPUTS))}"
+                )
         self.tokens = as_tokens(tokens)
         self.inputs = {TARGETS: _integers(TARGETS, targets, np.int64)}
         if weights is not None:

@@ -5,7 +5,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from tuneserve_client.errors import Overloaded, ServerFault, TuneserveError, Unreachable
+from tuneserve_client.errors import (
+    Overloaded,
+    RequestFailed,
+    ServerFault,
+    TuneserveError,
+    Unreachable,
+)
 from tuneserve_client.transport import API, Answer, Transport
 from tuneserve_client.wire.types import CancelRequest
 
@@ -33,6 +39,8 @@ class AsyncFuture(Generic[T]):
         self.sending = asyncio.create_task(sending)
         self.sending.add_done_callback(_noted)
         self._polling: asyncio.Task[T] | None = None
+        self.on_failure: Callable[[RequestFailed], Awaitable[None]] | None = None
+        """A function that may raise a more exact error than the one that the request ended in."""
 
     def __repr__(self) -> str:
         state = "being sent"
@@ -82,7 +90,12 @@ class AsyncFuture(Generic[T]):
 
     async def _poll(self) -> T:
         request_ids = await asyncio.shield(self.sending)
-        return self._read(await of_all_parts(map(self._transport.result, request_ids)))
+        try:
+            return self._read(await of_all_parts(map(self._transport.result, request_ids)))
+        except RequestFailed as error:
+            if self.on_failure is not None:
+                await self.on_failure(error)
+            raise
 
 
 async def of_all_parts(parts: Iterable[Awaitable[P]]) -> list[P]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from tuneserve_client.arguments import checks_arguments
 from tuneserve_client.codec import decode_samples
 from tuneserve_client.data import Array, Message, Tokens, as_tokens
 from tuneserve_client.errors import Category, RequestFailed, Unreachable
@@ -26,11 +27,12 @@ Prompt = str | Tokens | Sequence[Message]
 _DATA, _DONE = "data: ", "[DONE]"
 
 
+@checks_arguments
 class AsyncSampler:
     """A sampler of weights that never change; ``path`` is that of their checkpoint, if any.
 
-    A prompt is a text, token ids, or the messages of a conversation. Texts and messages need the
-    extra ``tokenizer``, except in ``stream`` and ``chat``, where the server tokenizes them.
+    A prompt is a text, token ids, or the messages of a conversation. In ``stream`` and ``chat``,
+    the server tokenizes texts and messages.
     """
 
     def __init__(

@@ -1,18 +1,23 @@
 """The synchronous client: a thread runs the asynchronous client, and each method waits for it.
 
 No method is written twice: ``_waits`` and the functions like it turn a method of the asynchronous
-class into one with the same parameters, types and documentation.
+class into one with the same parameters, types and documentation. ``_Sync`` gives each of them the
+names of the synchronous classes.
 """
 
 import asyncio
+import collections.abc
+import inspect
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import CancelledError
+from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, get_args, get_origin
 
+from tuneserve_client.arguments import checked
 from tuneserve_client.client import AsyncClient, Options
 from tuneserve_client.futures import AsyncFuture
 from tuneserve_client.sampling import AsyncSampler
@@ -40,6 +45,25 @@ class LoopThread:
 
     def run_coroutine(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine and return its result; an interrupted wait cancels the coroutine."""
+        future = self._begin(work)
+        try:
+            return future.result()
+        except CancelledError:
+            raise RuntimeError(_CLOSED) from None
+        finally:
+            future.cancel()
+
+    async def join_coroutine(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine for a caller in another event loop, which goes on meanwhile."""
+        future = self._begin(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if self.is_stopped:
+                raise RuntimeError(_CLOSED) from None
+            raise
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> ThreadFuture[T]:
         with self._scheduling:
             if self.is_stopped:
                 work.close()
@@ -47,13 +71,7 @@ class LoopThread:
             if not self._thread.is_alive():
                 work.close()
                 raise RuntimeError("this client was created in another process; create one here")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise RuntimeError(_CLOSED) from None
-        finally:
-            future.cancel()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def end(self, items: AsyncGenerator[Any]) -> None:
         """End the generator.
@@ -97,12 +115,24 @@ class _Sync(Generic[A]):
         self._inner = inner
         self._thread = thread
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if hasattr(method, "__wrapped__"):
+                setattr(cls, name, _renamed(cls, name, method))
+
     def __repr__(self) -> str:
         return repr(self._inner).removeprefix("Async")
 
 
 class Future(_Sync[AsyncFuture[T]]):
-    """A request under way, sent before all later requests."""
+    """A request under way, sent before all later requests.
+
+    In a notebook or another event loop, ``await`` it: the loop goes on meanwhile.
+    """
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._thread.join_coroutine(self._inner.result()).__await__()
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result. You may call this as often as you like.
@@ -135,6 +165,27 @@ class Future(_Sync[AsyncFuture[T]]):
         Raises ``InvalidRequest`` for other requests, which run in order.
         """
         self._thread.run_coroutine(self._inner.cancel())
+
+
+def _renamed(kind: type, name: str, method: Any) -> Any:
+    """Return the method as one of the synchronous class, as its help and its errors show it."""
+    signature = inspect.signature(method)
+    returned = _synchronous(signature.return_annotation)
+    method.__qualname__, method.__module__ = f"{kind.__qualname__}.{name}", kind.__module__
+    method.__annotations__ = {**method.__annotations__, "return": returned}
+    method.__signature__ = signature.replace(return_annotation=returned)
+    del method.__wrapped__  # the asynchronous method
+    return checked(method)
+
+
+def _synchronous(annotation: Any) -> Any:
+    """Return the synchronous class that stands for an asynchronous one, or else the annotation."""
+    generic: dict[Any, Any] = {collections.abc.AsyncIterator: Iterator, AsyncFuture: Future}
+    if (origin := get_origin(annotation)) in generic:
+        return generic[origin][get_args(annotation)]
+    if annotation in (AsyncModel, AsyncSampler):
+        return globals()[annotation.__name__.removeprefix("Async")]
+    return annotation
 
 
 def _waits(

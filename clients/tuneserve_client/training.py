@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tuneserve_client.arguments import checks_arguments
 from tuneserve_client.codec import (
     chunks,
     decode_output,
@@ -17,12 +19,13 @@ from tuneserve_client.codec import (
     joined,
 )
 from tuneserve_client.data import Array, Datum
+from tuneserve_client.defaults import LEARNING_RATE
 from tuneserve_client.errors import LossFailed, ModelInterrupted, Overloaded, Refused
 from tuneserve_client.futures import AsyncFuture, of_all_parts
 from tuneserve_client.results import StepOutput, TrainOutput
 from tuneserve_client.sampling import AsyncSampler, open_sampler
 from tuneserve_client.session import Session
-from tuneserve_client.transport import API, PROTOBUF, Answer
+from tuneserve_client.transport import API, PROTOBUF, Answer, read_body
 from tuneserve_client.wire import types
 
 _ADAM = types.AdamParams()
@@ -46,6 +49,7 @@ Post = Callable[[int], Awaitable[str]]
 """A function that sends one request under a sequence number, and returns the request's id."""
 
 
+@checks_arguments
 class AsyncModel:
     """One adapter on a base model.
 
@@ -127,7 +131,7 @@ class AsyncModel:
 
     def optim_step(  # noqa: PLR0913 - all of AdamW's
         self,
-        learning_rate: float = _ADAM.learning_rate,
+        learning_rate: float = LEARNING_RATE,
         *,
         beta1: float = _ADAM.beta1,
         beta2: float = _ADAM.beta2,
@@ -189,10 +193,13 @@ class AsyncModel:
     def load(self, path: str, *, optimizer: bool = True) -> AsyncFuture[None]:
         """Replace the model's weights with those of a checkpoint of the same shape.
 
-        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew.
+        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew. The
+        future raises ``NotFound`` if there is no such checkpoint.
         """
         request = types.LoadIntoRequest
-        return self._send("load_weights", request, read_nothing, path=path, optimizer=optimizer)
+        future = self._send("load_weights", request, read_nothing, path=path, optimizer=optimizer)
+        future.on_failure = partial(self._session.catalog.check_found, path)
+        return future
 
     async def save_sampler(
         self, name: str | None = None, *, ttl_s: int | None = None
@@ -268,7 +275,7 @@ class AsyncModel:
                     body=body,
                     headers={"Content-Type": PROTOBUF},
                 )
-                return types.FutureResponse.model_validate_json(response.content).request_id
+                return read_body(types.FutureResponse, response).request_id
 
             return post
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import ValidationError
 
 from tuneserve_client.errors import (
     BudgetSpent,
@@ -46,6 +47,7 @@ _SHORTEST_POLL_S = 0.5  # the shortest time between polls, for a server that doe
 _REMINDER_S = 60.0
 _TELL_AFTER_S = 5.0  # a waiting user should learn the reason, but not of each lost packet
 MOST_POLLS = 1024
+_ABOUT_SERVER = {401, 403, 404}  # another server, or another key, may be meant
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
@@ -149,7 +151,7 @@ class Transport:
     async def ask(self, answer: type[R], method: str, path: str, **options: Any) -> R:
         """Return the answer to ``call``, read as ``answer``."""
         response = await self.call(method, f"{API}{path}", **options)
-        return answer.model_validate_json(response.content)
+        return read_body(answer, response)
 
     async def result(self, request_id: str) -> Answer:
         """Return the result of an accepted request, however long it takes.
@@ -227,13 +229,14 @@ class Transport:
                 if polls and response.status_code == 408 and "queue_state" in response.text:
                     return response
                 problem: TuneserveError = error_of(response)
+                if response.status_code in _ABOUT_SERVER:
+                    problem.args = (f"{problem} (server: {_server(client.base_url)})",)
                 if response.status_code not in (402, 408, 429) and response.status_code < 500:
                     raise problem
             except httpx.TransportError as error:
-                place = request.url.copy_with(query=None, userinfo=b"")  # drops any password
                 problem = Unreachable(
-                    f"{place} does not answer: {_said(error)}; check the address and that the "
-                    "server runs"
+                    f"{_server(request.url)} does not answer: {_said(error)}; check the address "
+                    "and that the server runs"
                 )
                 problem.__cause__ = error
             wait_s = _wait_s(attempt, problem)
@@ -306,6 +309,22 @@ def error_of(response: httpx.Response) -> Refused:
     except ValueError:
         retry_after_s = None
     return refusal(response.status_code, code, message, retry_after_s)
+
+
+def _server(url: httpx.URL) -> str:
+    """Return the address without what may be secret: a password, or a link's signature."""
+    return str(url.copy_with(query=None, userinfo=b"")).rstrip("/")
+
+
+def read_body(kind: type[R], response: httpx.Response) -> R:
+    """Return the body as ``kind``. Raises ``Unreachable`` for the answer of another program."""
+    try:
+        return kind.model_validate_json(response.content)
+    except ValidationError:
+        url = _server(response.request.url)
+        raise Unreachable(
+            f"{url} answers, but is not a tuneserve server; check the address"
+        ) from None
 
 
 def _reason(response: httpx.Response) -> str | None:

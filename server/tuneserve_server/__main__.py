@@ -1,17 +1,10 @@
 """The ``tuneserve`` command, also run by ``python -m tuneserve_server``."""
 
-import sys
+from tuneserve_server.cli import main as cli
 
 
 def main() -> None:
-    """Run the command line; exit with what to install if only the client is installed."""
-    try:
-        from tuneserve_server.cli import main as cli
-    except ModuleNotFoundError as error:
-        sys.exit(
-            f"tuneserve: {error.name} is not installed; the service needs more than its client: "
-            "in a clone of its repository, pip install '.[server,engine]'"
-        )
+    """Run the command line."""
     cli.app()
 
 

@@ -108,7 +108,7 @@ class Caller(Services):
         if record is None or record.tenant != self.tenant or expired:
             raise UnknownResource(
                 f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not "
-                f"yours: {key[:256]}"
+                f"yours: {key[:256]} (your tenant: {self.tenant})"
             )
         return record
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tuneserve_client import AsyncClient, NotFound
-from tuneserve_client.catalog import split_path
+from tuneserve_client.paths import split_path
 from tuneserve_engine.settings.common import TINY_MODEL
 
 pytestmark = pytest.mark.anyio

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,29 @@ def test_another_tenants_request_is_not_found(server: LocalServer, trained: Mode
             stranger.future(request_id, "step")  # type: ignore[arg-type]
 
 
+def test_a_missing_checkpoint_is_not_found_whichever_call_asks(
+    client: Client, trained: Model, server: LocalServer
+) -> None:
+    """Each error names the server and the tenant that the key belongs to."""
+    path = f"tinker://{trained.id}/weights/none"
+    tenant = client.usage().tenant
+    calls: list[Callable[[], object]] = [
+        *(lambda: client.load_model(path), lambda: trained.load(path).result()),
+        *(lambda: client.sampler(path), lambda: client.checkpoint_info(path)),
+        *(lambda: client.delete_checkpoint(path), lambda: client.run("none:train:0")),
+        *(lambda: client.sampler("s-x:sample:1"), lambda: client.request("req_none")),
+        lambda: client.future("req_none", "sample").result(),
+    ]
+    for call in calls:
+        with pytest.raises(errors.NotFound) as caught:
+            call()
+        assert server.url in str(caught.value) and tenant in str(caught.value)
+    saved = trained.save("kept").result()
+    wider = client.create_model(rank=8)
+    with pytest.raises(errors.RequestFailed, match="rank"):  # found, and refused all the same
+        wider.load(saved).result()
+
+
 def test_a_failed_request_says_why_and_later_requests_run(
     trained: Model,
 ) -> None:
@@ -287,7 +310,7 @@ def test_the_pieces_of_a_stream_join_to_the_whole_text(trained: Model) -> None:
     assert "".join(kept.stream(messages, **options)) == sampled
     with pytest.raises(errors.InvalidRequest, match="temperature"):
         list(kept.stream("a", temperature=-1))
-    with pytest.raises(TypeError, match="temprature is not an option"):
+    with pytest.raises(TypeError, match="no argument 'temprature'; did you mean 'temperature'"):
         list(kept.stream("a", temprature=1))
 
 
@@ -410,6 +433,7 @@ def test_health_names_the_base_model(client: Client, server: LocalServer) -> Non
 def test_an_invalid_key_is_unauthorized(server: LocalServer) -> None:
     with Client(server.url, "no-key") as client, pytest.raises(errors.Unauthorized) as caught:
         client.runs()
+    assert server.url in str(caught.value)
     assert (caught.value.status, caught.value.code) == (401, "unauthorized")
 
 

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from tuneserve_client import Datum, chat_datum, next_token_datum, sft_datum
+from tuneserve_client.data import INPUTS
 from tuneserve_client.wire.tokenizer import TemplateError, Tokenizer
 from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_engine.worker.codecs.training import LOSS_SPECS
 
 
 def test_each_token_is_predicted_from_those_before_it() -> None:
@@ -24,6 +26,19 @@ def test_token_ids_of_another_type_are_refused_instead_of_rounded() -> None:
             Datum(wrong, [1, 2])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="target_tokens are"):
             Datum([1, 2], wrong)
+
+
+def test_a_misspelt_input_is_refused_instead_of_ignored() -> None:
+    with pytest.raises(TypeError, match=r"'wieghts'.*did you mean 'weights'"):
+        Datum([1, 2, 3], targets=[2, 3, 4], wieghts=[0, 0, 1])
+    with pytest.raises(TypeError, match=r"'reference'.*datum\.inputs"):
+        Datum([1, 2], [2, 3], reference=[0, 1])
+
+
+def test_every_input_of_a_loss_of_the_server_is_accepted() -> None:
+    read = {name for spec in LOSS_SPECS.values() for name in (*spec.inputs, *spec.optional)}
+    config = {name for spec in LOSS_SPECS.values() for name in spec.config}
+    assert set(INPUTS) == read - config
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,37 @@ def test_every_kind_of_method_returns_the_result_of_the_asynchronous_one() -> No
         assert (step.request_id, step.done()) == ("req_step", True)
 
 
-ASYNCHRONOUS = {"close", "fetch", "only_base_model", "session_id"}
+@pytest.mark.anyio
+async def test_a_future_is_awaited_in_a_running_loop_which_goes_on_meanwhile() -> None:
+    here = asyncio.get_running_loop()
+    released = asyncio.Event()
+
+    async def answer_late(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("retrieve_future"):  # in the client's thread
+            waits = asyncio.run_coroutine_threadsafe(released.wait(), here)
+            await asyncio.wrap_future(waits)
+        return answered(request)
+
+    with Client("http://server", "tml-a", transport=httpx.MockTransport(answer_late)) as client:
+        step: Future[Any] = client.future("req_step", "optim_step")
+        waiting = asyncio.ensure_future(step)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        released.set()  # a blocked loop would never come here
+        assert (await waiting).metrics == {"grad_norm": 2.0}
+        assert (await step).metrics == {"grad_norm": 2.0}
+
+
+@pytest.mark.anyio
+async def test_closing_the_client_ends_an_await_with_the_reason(thread: LoopThread) -> None:
+    waiting = asyncio.ensure_future(thread.join_coroutine(asyncio.sleep(3600)))
+    await asyncio.sleep(0)
+    thread.stop()
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        await waiting
+
+
+ASYNCHRONOUS = {"check_found", "close", "fetch", "only_base_model", "session_id"}
 """The methods that other parts of the client call, and ``close``, which has a thread to stop."""
 
 
@@ -125,4 +155,7 @@ def test_every_public_method_exists_with_its_documentation(
     }
     assert len(public) > 3
     for name, method in public.items():
+        assert "Async" not in str(inspect.signature(getattr(synchronous, name))), name
+        assert "Async" not in str(getattr(synchronous, name).__doc__), name
+        assert getattr(synchronous, name).__qualname__ == f"{synchronous.__name__}.{name}"
         assert getattr(synchronous, name).__doc__ == method.__doc__, name

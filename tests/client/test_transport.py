@@ -11,7 +11,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_s
 
 from tuneserve_client import errors, transport
 from tuneserve_client.transport import Transport
-from tuneserve_client.wire.types import FutureResponse, OptimStepRequest
+from tuneserve_client.wire.types import FutureResponse, HealthResponse, OptimStepRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -156,6 +156,21 @@ async def test_an_unreachable_server_is_named_by_its_address(connect: Connect) -
         await step(transport)
     assert isinstance(caught.value.__cause__, httpx.ConnectError)
     assert caught.value.category == "server"
+
+
+async def test_the_answer_of_another_program_is_not_a_servers(connect: Connect) -> None:
+    _, transport = connect(httpx.Response(200, text="<html>"))
+    with pytest.raises(errors.Unreachable, match=r"http://server.* is not a tuneserve server"):
+        await transport.ask(HealthResponse, "GET", "/healthz")
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_refused_key_or_name_says_which_server_refused_it(
+    connect: Connect, status: int
+) -> None:
+    _, transport = connect(refused(status, "code"))
+    with pytest.raises(errors.Refused, match=r"why \(server: http://server/base"):
+        await step(transport)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,12 @@ for module in sys.argv[2:]:
     [
         (
             "server",
-            ["tuneserve_server.__main__", "tuneserve_server.cli.main", "tuneserve_server.app"],
+            [
+                "tuneserve_server.__main__",
+                "tuneserve_server.cli.main",
+                "tuneserve_server.cli.services",
+                "tuneserve_server.app",
+            ],
         ),
         ("engine", ["tuneserve_engine.worker.__main__", "tuneserve_engine.worker.health"]),
     ],
@@ -232,7 +237,7 @@ def test_an_image_contains_everything_that_its_process_imports(
 def test_the_api_image_runs_an_existing_command() -> None:
     program, command = IMAGES["api"].command
     assert program in PROJECT["project"]["scripts"]
-    assert command in {each.name for each in cli.app.registered_commands}
+    assert command in cli.SECTIONS["Run a server"]
 
 
 def test_the_commands_of_the_worker_are_modules_that_run() -> None:

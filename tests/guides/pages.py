@@ -155,7 +155,7 @@ def _check_command(arguments: list[str], line: str) -> None:
     command: Any = typer.main.get_command(cli.app)
     words = [word for word in arguments if not word.startswith("-")]
     while words and words[0] in getattr(command, "commands", ()):
-        command = command.commands[words.pop(0)]
+        command = command.get_command(typer.Context(command), words.pop(0))
     assert not (words and hasattr(command, "commands")), f"no such command: {line}"
     known = {name for each in command.params for name in each.opts} | {"--help"}
     given = {word.partition("=")[0] for word in arguments if word.startswith("--")}

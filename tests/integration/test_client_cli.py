@@ -2,10 +2,14 @@
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +24,7 @@ from tests import quick_service
 from tuneserve_client import Client, next_token_datum
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli import main as cli
-from tuneserve_server.cli import train
+from tuneserve_server.cli import training_run
 from tuneserve_server.cli.local_server import LocalServer, free_port
 from tuneserve_server.cli.train_view import Lines
 
@@ -192,7 +196,7 @@ def test_an_interrupted_run_continues_with_the_same_options(server, tmp_path, mo
     mine = ["--save", "cut", "--export", "out", "--url", server.url]
     with monkeypatch.context() as patched:
         patched.setattr(Lines, "show", interrupted)
-        patched.setattr(train, "_AHEAD", 0)
+        patched.setattr(training_run, "_AHEAD", 0)
         ran = CliRunner().invoke(cli.app, [*map(str, wanted), *mine, "--json"])
     assert ran.exit_code == 130, ran.output
     *before, saved = lines(ran.stdout)
@@ -220,7 +224,7 @@ def test_a_run_whose_checkpoint_has_no_room_is_saved_when_there_is_some(tmp_path
                 tuneserve("checkpoints", "delete", first, *place)
 
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-        monkeypatch.setattr(train, "time", clock)
+        monkeypatch.setattr(training_run, "time", clock)
         ran = CliRunner().invoke(cli.app, ["train", str(data), *QUICK, *place, "--json"])
     assert ran.exit_code == 0, ran.output
     assert waited == [15.0, 15.0]
@@ -251,7 +255,7 @@ def test_an_adapter_has_the_requested_kind_and_shows_it(tmp_path):
     assert (run["adapter"], run["lora_rank"]) == ("rslora", 4)
     assert "tuneserve/tiny, rslora of rank 4" in tuneserve("runs", "show", run_id)
     (row,) = [line for line in tuneserve("runs", "list").splitlines() if run_id in line]
-    assert row.split()[2:4] == ["rslora", "4"]
+    assert re.search(r"  train rows\.jsonl +tuneserve/tiny +rslora +4 ", row)
 
 
 def test_chat_answers_like_the_sampler_and_remembers(trained, client):
@@ -274,6 +278,51 @@ def test_chat_answers_like_the_sampler_and_remembers(trained, client):
         tuneserve("chat", "--prompt", QUESTION, "--system", system["content"], *options, "--json")
     )
     assert told == {"prompt": QUESTION, "answer": base}
+
+
+def test_chat_compares_a_checkpoint_with_its_base_model(trained, client):
+    _, path, _ = trained
+    options = ["--temperature", "0", "--max-tokens", "24", "--compare"]
+    greedy = {"temperature": 0, "max_tokens": 24}
+    asked = [{"role": "user", "content": QUESTION}]
+    learnt = client.sampler(path).chat(asked, **greedy)
+    base = client.sampler().chat(asked, **greedy)
+    assert learnt != base
+    (told,) = lines(tuneserve("chat", path, "--prompt", QUESTION, *options, "--json"))
+    assert told == {"prompt": QUESTION, "answer": learnt, "base_answer": base}
+    said = tuneserve("chat", path, "--prompt", QUESTION, *options)
+    assert said == f"{path}:\n{learnt}\ntuneserve/tiny:\n{base}\n"
+    refused = tuneserve("chat", "--prompt", QUESTION, *options, status=2)
+    assert "--compare needs a checkpoint, and tuneserve/tiny is a base model" in refused
+
+
+def test_a_conversation_on_a_terminal_takes_commands_and_is_saved(trained, client, tmp_path):
+    _, path, _ = trained
+    asked = [{"role": "user", "content": QUESTION}]
+    answer = client.sampler(path).chat(asked, temperature=0, max_tokens=24)
+    typed = ["/set temperature 0", "/set max_tokens 24", "/set tempature 1", QUESTION]
+    typed += ["/save talk.jsonl", "/exit"]
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "tuneserve_server", "chat", path]
+    state = {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "dumb"}
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=os.environ | state
+    ) as process:
+        os.close(terminal)
+        os.write(master, "".join(f"{line}\r" for line in typed).encode())
+        shown = b""
+        with suppress(OSError):  # the end of the terminal
+            while piece := os.read(master, 4096):
+                shown += piece
+        assert process.wait(60) == 0
+    os.close(master)
+    assert answer.encode() in shown
+    assert b"'tempature' is not an option; the options are system, temperature" in shown
+    (row,) = lines(Path("talk.jsonl").read_text())
+    assert row == {"messages": [*asked, {"role": "assistant", "content": answer}]}
+    history = tmp_path / "state" / "tuneserve" / "chat_history"
+    assert f"+{QUESTION}" in history.read_text().splitlines()
+    assert history.stat().st_mode & 0o777 == 0o600
 
 
 def test_runs_show_what_was_learnt_and_what_it_cost(trained, client):
@@ -346,7 +395,7 @@ def test_the_doctor_finds_a_running_service_healthy(server, monkeypatch):
         (["runs", "show", "nobody:train:0"], 1, "not"),
         (["runs", "--api-key", "sk-other"], 1, "tml-"),
         (["checkpoints", "delete", "tinker://nobody/weights/none"], 1, "not"),
-        (["checkpoints", "delete", "nowhere"], 2, "is not a checkpoint's path"),
+        (["checkpoints", "delete", "nowhere"], 1, "no checkpoint has the name 'nowhere'"),
         (["chat", "gpt-4", "--prompt", "Hi"], 1, "gpt-4"),
         (["train", "rows.jsonl", "--base-model", "gpt-4"], 2, "this server has tuneserve/tiny"),
         (["train", "rows.jsonl", "--rank", "4000"], 1, "rank"),
@@ -391,3 +440,18 @@ def test_every_command_of_the_page_runs_after_the_others(server, tmp_path, monke
     used = {arguments.split()[1] for arguments in commands}
     assert used == {"train", "chat", "runs", "checkpoints", "top", "doctor"}
     assert (tmp_path / "pirate" / "adapter_model.safetensors").exists()
+
+
+def test_other_forms_are_shown_and_trained(tmp_path):
+    alpaca = tmp_path / "alpaca.csv"
+    alpaca.write_text("instruction,input,output\nSay hello,,Ahoy!\nSay bye,,Arr!\n")
+    turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Ahoy!"}]
+    (tmp_path / "sharegpt.json").write_text(json.dumps([{"conversations": turns}] * 2))
+    before = tuneserve("runs", "list")
+    shown = facts("train", alpaca, "--dry-run", "--batch-size", "1")
+    assert shown["rows"] == shown["steps"] == 2
+    assert any(part["learnt"] and "Ahoy!" in part["text"] for part in shown["example"])
+    assert tuneserve("runs", "list") == before
+    for name in ("alpaca.csv", "sharegpt.json"):
+        said = tuneserve("train", tmp_path / name, *QUICK)
+        assert said.startswith("2 rows, ") and "saved as tinker://" in said

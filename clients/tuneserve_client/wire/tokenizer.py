@@ -1,7 +1,4 @@
-"""The tokenizer: text to tokens and back, and conversations by the base model's chat template.
-
-Needs the extra ``tokenizer``: ``pip install '.[tokenizer]'`` in a clone.
-"""
+"""The tokenizer: text to tokens and back, and conversations by the base model's chat template."""
 
 import json
 from collections.abc import Callable, Sequence

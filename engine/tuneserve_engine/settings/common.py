@@ -7,13 +7,14 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    ValidationInfo,
     field_validator,
 )
 from pydantic_settings import (
@@ -24,6 +25,7 @@ from pydantic_settings import (
 )
 
 from tuneserve_engine.core.policies import RESERVE_BYTES, StorePolicy
+from tuneserve_engine.settings.units import plain
 
 TINY_MODEL = Path(__file__).parents[1] / "tiny_model"
 SETTINGS_FILE = "tuneserve.toml"  # in the working directory
@@ -214,6 +216,11 @@ class CommonSettings(BaseSettings):
     def store_policy(self) -> StorePolicy:
         """The part of the store's policy that this process needs to open the store."""
         return StorePolicy(lease_ttl_s=self.lease_ttl_s, job_attempts=self.job_attempts)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _with_unit(cls, value: Any, info: ValidationInfo) -> Any:
+        return plain(info.field_name or "", value) if isinstance(value, str) else value
 
     @field_validator("files_url")
     @classmethod

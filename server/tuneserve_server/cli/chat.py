@@ -1,16 +1,14 @@
 """``tuneserve chat``: a conversation with a base model or any checkpoint."""
 
 import sys
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from tuneserve_client import RequestFailed, Sampler, TuneserveError
-from tuneserve_client.data import Message
+from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
-from tuneserve_server.cli.output import print_json_line
+from tuneserve_server.cli.output import end
+from tuneserve_server.cli.resolve import checkpoint_or_base_model
 
 
 def chat(  # noqa: PLR0913 - options
@@ -18,7 +16,8 @@ def chat(  # noqa: PLR0913 - options
         str | None,
         typer.Argument(
             metavar="[PATH|BASE_MODEL]",
-            help="Checkpoint or base model. Default: the only base model.",
+            help="Checkpoint (path, run name, start of the id, or last) or base model. Default: "
+            "the only base model.",
             show_default=False,
         ),
     ] = None,
@@ -34,86 +33,27 @@ def chat(  # noqa: PLR0913 - options
     seed: Annotated[
         int | None, typer.Option(help="Seed of the samples, for reproducible answers.")
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show the base model's answer beside each answer.")
+    ] = False,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to a checkpoint or a base model. Without a terminal, each input line is a turn."""
-    is_live = prompt is None and sys.stdin.isatty() and not as_json
+    from tuneserve_server.cli import chat_view  # a wrong argument is refused before
+    from tuneserve_server.cli.conversation import ChatOptions, Conversation
+
+    options = ChatOptions(temperature, max_tokens, seed, system)
     with connected(url, api_key, deadline_s=PATIENT_S, name="chat") as client:
-        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-        talk = _Talk(client.sampler(what), options, system)
-        if is_live:
-            keys = "Ctrl-C stops an answer, Ctrl-D ends the conversation"
-            typer.echo(f"{talk.name}: {keys}", err=True)
-        for said in [prompt] if prompt is not None else _lines(is_live):
-            if as_json:
-                print_json_line({"prompt": said, "answer": "".join(talk.answer(said))})
-            elif is_live:
-                _answer_live(talk, said)
-            else:
-                _print(talk.answer(said))
-
-
-class _Talk:
-    """A conversation; each turn is sent with the turns before it."""
-
-    def __init__(self, sampler: Sampler, options: dict[str, Any], system: str | None) -> None:
-        self.name = sampler.path or sampler.base_model
-        self._sampler = sampler
-        self._options = options
-        self._said: list[Message] = []
-        if system is not None:
-            self._said.append({"role": "system", "content": system})
-
-    def answer(self, text: str) -> Iterator[str]:
-        """Yield the pieces of the answer.
-
-        The conversation keeps the received part of an interrupted answer. It drops a failed answer
-        together with its question.
-        """
-        asked: Message = {"role": "user", "content": text}
-        pieces: list[str] = []
-        try:
-            for piece in self._sampler.stream([*self._said, asked], **self._options):
-                pieces.append(piece)
-                yield piece
-        except TuneserveError:
-            pieces.clear()
-            raise
-        finally:
-            if pieces:
-                self._said += [asked, {"role": "assistant", "content": "".join(pieces)}]
-
-
-def _lines(is_live: bool) -> Iterator[str]:
-    """Yield the lines that are typed or read, except empty ones."""
-    if not is_live:
-        yield from (line.strip() for line in sys.stdin if line.strip())
-        return
-    console = Console()
-    while True:
-        try:
-            said = console.input("[bold cyan]>[/] ").strip()
-        except (EOFError, KeyboardInterrupt):
-            typer.echo()
+        chosen = None if what is None else checkpoint_or_base_model(client, what)
+        talks = [Conversation(client.sampler(chosen), options)]
+        if compare and not talks[0].sampler.path:
+            end(f"--compare needs a checkpoint, and {talks[0].name} is a base model", REFUSED)
+        if compare:
+            talks.append(Conversation(client.sampler(talks[0].sampler.base_model), options))
+        if prompt is None and sys.stdin.isatty() and not as_json:
+            chat_view.converse(talks)
             return
-        if said:
-            yield said
-
-
-def _answer_live(talk: _Talk, said: str) -> None:
-    """Print an answer; a failed or interrupted answer does not end the conversation."""
-    pieces = talk.answer(said)
-    try:
-        _print(pieces)
-    except KeyboardInterrupt:
-        typer.echo(" …")
-    except RequestFailed as error:
-        typer.echo(f"tuneserve: {error}", err=True)
-
-
-def _print(pieces: Iterator[str]) -> None:
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print(flush=True)
+        prompts = chat_view.lines_of_stdin() if prompt is None else iter([prompt])
+        chat_view.run_prompts(prompts, talks, as_json=as_json)

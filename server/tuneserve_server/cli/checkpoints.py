@@ -14,6 +14,7 @@ from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, ListFirst, Url, connected
 from tuneserve_server.cli.output import (
     FAILED,
+    application,
     end,
     minute,
     print_json,
@@ -21,10 +22,16 @@ from tuneserve_server.cli.output import (
     settings_here,
     size,
 )
+from tuneserve_server.cli.resolve import checkpoint_path, run_id
 
-app = typer.Typer(cls=ListFirst, help="Manage checkpoints: list, delete, export, import, merge.")
+app = application(cls=ListFirst, help="Manage checkpoints: list, delete, export, import, merge.")
 
-CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint, tinker://…")]
+CheckpointPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH", help="Checkpoint: tinker://…, its run's name, the start of the id, or last."
+    ),
+]
 
 _NEVER = "none"
 
@@ -40,7 +47,7 @@ def list_checkpoints(
 ) -> None:
     """List your checkpoints, newest first."""
     with connected(url, api_key) as client:
-        found = client.checkpoints(run)
+        found = client.checkpoints(None if run is None else run_id(client, run))
     if as_json:
         print_json([each.model_dump(mode="json") for each in found])
         return
@@ -63,6 +70,7 @@ def delete_checkpoint(
 ) -> None:
     """Delete a checkpoint. Sampling sessions that use it continue."""
     with connected(url, api_key) as client:
+        path = checkpoint_path(client, path, newest=False)
         client.delete_checkpoint(path)
     if as_json:
         print_json({"deleted": path})
@@ -86,6 +94,7 @@ def set_ttl(
         end(f"SECONDS is {seconds!r}; it must be a whole number, or none for no expiry", REFUSED)
     ttl_s = None if seconds == _NEVER else int(seconds)
     with connected(url, api_key) as client:
+        path = checkpoint_path(client, path, newest=False)
         client.set_ttl(path, ttl_s)
     if as_json:
         print_json({"path": path, "ttl_seconds": ttl_s})
@@ -106,6 +115,7 @@ def export_checkpoint(
     """Write a checkpoint's adapter into a directory that PEFT can load."""
     check_export(folder)
     with connected(url, api_key, deadline_s=PATIENT_S) as client:
+        path = checkpoint_path(client, path)
         client.download(path, folder)
     if as_json:
         files = sorted(each.name for each in folder.iterdir())
@@ -167,6 +177,7 @@ def merge_checkpoint(  # noqa: PLR0913 - options
     check_export(folder)
     with tempfile.TemporaryDirectory() as taken:
         with connected(url, api_key, deadline_s=PATIENT_S) as client:
+            path = checkpoint_path(client, path)
             client.download(path, taken)
         config = json.loads((Path(taken) / "adapter_config.json").read_text())
         base = base or _where_it_is(config["base_model_name_or_path"])

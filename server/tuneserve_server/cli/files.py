@@ -2,18 +2,19 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
-from tuneserve_engine.settings.common import CommonSettings
-from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
-from tuneserve_engine.store.open import adopt_files
 from tuneserve_server.cli import keys, output
 from tuneserve_server.cli.keys import AsJson, DataDir
 
-app = typer.Typer(no_args_is_help=True, help="Manage the files directory: owner, unused files.")
+if TYPE_CHECKING:
+    from tuneserve_engine.settings.common import CommonSettings
+
+app = output.application(
+    no_args_is_help=True, help="Manage the files directory: owner, unused files."
+)
 
 FilesDir = Annotated[
     Path | None, typer.Option(help="Files directory. Default: from the settings.", metavar="DIR")
@@ -52,6 +53,8 @@ def adopt(
 
     Files that the store does not name are unused from then on, and go into quarantine. The command
     is refused while the service of another store uses the directory."""
+    import httpx  # wrong arguments are refused before it is imported
+
     given: dict[str, Any] = {"data_dir": data_dir, "files_dir": files_dir, "store": store}
     given["files_url"] = files_url
     settings = output.settings_here(**{name: value for name, value in given.items() if value})
@@ -70,7 +73,10 @@ def adopt(
     )
 
 
-def _adopt_here(settings: CommonSettings) -> dict[str, int]:
+def _adopt_here(settings: "CommonSettings") -> dict[str, int]:
+    from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
+    from tuneserve_engine.store.open import adopt_files
+
     try:
         return asyncio.run(adopt_files(settings))._asdict()
     except (StoreUnusable, StoreFailed, OSError) as error:  # ConnectionError is an OSError

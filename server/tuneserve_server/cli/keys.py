@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
 
-import httpx
 import typer
 
 from tuneserve_engine.core.errors import REFUSED
@@ -15,8 +14,8 @@ from tuneserve_engine.core.records import Scope
 from tuneserve_server.cli import output
 from tuneserve_server.cli.output import day, print_json, print_table
 
-keys = typer.Typer(no_args_is_help=True, help="Manage API keys: create, list, revoke.")
-tenants = typer.Typer(no_args_is_help=True, help="Manage tenants: their weights and limits.")
+keys = output.application(no_args_is_help=True, help="Manage API keys: create, list, revoke.")
+tenants = output.application(no_args_is_help=True, help="Manage tenants: their weights and limits.")
 
 _TIMEOUT_S = 30.0
 _AS_SET = "none"
@@ -177,6 +176,8 @@ def _print_tenants(found: list[dict[str, Any]]) -> None:
 
 def call(method: str, path: str, data_dir: Path | None, body: Any = None) -> Any:
     """Return the answer of the API process; without one, end the command with the reason."""
+    import httpx  # wrong arguments are refused before it is imported
+
     socket = output.settings_here(data_dir).admin_socket
     try:
         return ask(socket, method, path, body)
@@ -186,6 +187,8 @@ def call(method: str, path: str, data_dir: Path | None, body: Any = None) -> Any
 
 def ask(socket: Path, method: str, path: str, body: Any = None) -> Any:
     """Return the answer as ``call`` does, but raise ``TransportError`` if the socket is dead."""
+    import httpx
+
     if not socket.is_socket():
         raise httpx.ConnectError("there is no such socket")
     transport = httpx.HTTPTransport(uds=str(socket))

@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-import httpx
 import typer
-from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from tuneserve_client import Client, TuneserveError, Unauthorized, Unreachable
-from tuneserve_client.client import DEFAULT_URL, OPEN_KEY
+import tuneserve_client as sdk  # its names are imported on first use
+from tuneserve_client.defaults import DEFAULT_URL, OPEN_KEY
 from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli.output import FAILED, end, this_command
 
@@ -41,22 +39,25 @@ lose its work when the server restarts.
 @contextmanager
 def connected(
     url: str, api_key: str | None, *, deadline_s: float = QUICK_S, name: str = "tuneserve"
-) -> Iterator[Client]:
+) -> Iterator["sdk.Client"]:
     """Yield a client. An error of the client ends the command with a one-line reason."""
     if not url.startswith(("http://", "https://")):
         end(f"the address is {url!r}; it must begin with http:// or https://", REFUSED)
+    import httpx  # a wrong argument is refused before these are imported
+    from pydantic import ValidationError
+
     try:
         if deadline_s > QUICK_S:
             _knock(url)
-        with Client(url, api_key or OPEN_KEY, deadline_s=deadline_s, name=name) as client:
+        with sdk.Client(url, api_key or OPEN_KEY, deadline_s=deadline_s, name=name) as client:
             yield client
-    except Unauthorized as error:
+    except sdk.Unauthorized as error:
         way_out = "" if api_key else "; give a key with TUNESERVE_API_KEY or --api-key"
         end(f"{error}{way_out}", FAILED)
-    except Unreachable as error:
+    except sdk.Unreachable as error:
         way_out = f"; start one with: {this_command()} up" if url == HERE else ""
         end(f"{error}{way_out}", FAILED)
-    except (TuneserveError, OSError, ImportError) as error:
+    except (sdk.TuneserveError, OSError, ImportError) as error:
         end(str(error), FAILED)
     except ValidationError as error:
         if error.title.endswith("Response"):
@@ -68,7 +69,7 @@ def connected(
 
 def _knock(url: str) -> None:
     """Raise at once if no server answers, which the client would report only after minutes."""
-    with Client(url, OPEN_KEY, deadline_s=QUICK_S) as client:
+    with sdk.Client(url, OPEN_KEY, deadline_s=QUICK_S) as client:
         client.health()
 
 
@@ -80,7 +81,7 @@ class ListFirst(TyperGroup):
     """A group of commands whose default command is ``list``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's, or its copy's
-        if not args or (args[0].startswith("-") and args[0] != "--help"):
+        if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
             args = ["list", *args]
         rest: list[str] = super().parse_args(ctx, args)
         return rest

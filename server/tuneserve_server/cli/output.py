@@ -7,18 +7,25 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
 
 from tuneserve_engine.core.errors import REFUSED
-from tuneserve_engine.settings.common import SETTINGS_FILE, CommonSettings
+
+if TYPE_CHECKING:
+    from tuneserve_engine.settings.common import CommonSettings
+
 
 FAILED = 1
 """The exit status of a command that was called correctly but failed."""
 
 _BARS = "▁▂▃▄▅▆▇█"
+
+
+def application(**given: Any) -> typer.Typer:
+    """Return a group of commands whose help is plain text."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None, **given)
 
 
 def this_command() -> str:
@@ -29,11 +36,15 @@ def this_command() -> str:
     return sys.argv[0]
 
 
-def settings_here(data_dir: Path | None = None, **given: Any) -> CommonSettings:
+def settings_here(data_dir: Path | None = None, **given: Any) -> "CommonSettings":
     """Return the settings of this machine, from the environment and the settings file.
 
     Settings in ``given`` replace these. Ends the command if the settings are wrong.
     """
+    from pydantic import ValidationError  # commands that need no settings start without these
+
+    from tuneserve_engine.settings.common import SETTINGS_FILE, CommonSettings
+
     given |= {} if data_dir is None else {"data_dir": data_dir}
     try:
         return CommonSettings(**given)

@@ -1,16 +1,27 @@
 """``tuneserve runs``: the models of a tenant, their losses and their cost."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneserve_client.wire import types
+from tuneserve_server.cli import resolve
 from tuneserve_server.cli.options import HERE, ApiKey, AsJson, ListFirst, Url, connected
-from tuneserve_server.cli.output import minute, print_facts, print_json, print_table, sparkline
+from tuneserve_server.cli.output import (
+    application,
+    minute,
+    print_facts,
+    print_json,
+    print_table,
+    sparkline,
+)
+from tuneserve_server.cli.resolve import run_name
 
-app = typer.Typer(cls=ListFirst, help="List and show training runs.")
+if TYPE_CHECKING:
+    from tuneserve_client.wire import types
 
-_HEAD = ["id", "base model", "adapter", "rank", "status", "created", "last request"]
+app = application(cls=ListFirst, help="List and show training runs.")
+
+_HEAD = ["id", "name", "base model", "adapter", "rank", "status", "created", "last request"]
 _WIDTH = 48
 
 
@@ -27,6 +38,7 @@ def list_runs(url: Url = HERE, api_key: ApiKey = None, as_json: AsJson = False) 
         [
             [
                 each.training_run_id,
+                run_name(each) or "-",
                 each.base_model,
                 each.adapter,
                 str(each.lora_rank),
@@ -41,13 +53,16 @@ def list_runs(url: Url = HERE, api_key: ApiKey = None, as_json: AsJson = False) 
 
 @app.command("show")
 def show_run(
-    run_id: Annotated[str, typer.Argument(metavar="ID")],
+    run_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id, the start of it, name, or last.")
+    ],
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one run: its losses, its steps and its cost."""
     with connected(url, api_key) as client:
+        run_id = resolve.run_id(client, run_id)
         run = client.run(run_id)
         curve = client.curve(run_id)
         by_model = {each.name: each for each in client.usage().by_model}
@@ -71,13 +86,14 @@ def show_run(
 
 
 def _texts(
-    run: types.TrainingRunResponse,
+    run: "types.TrainingRunResponse",
     facts: dict[str, Any],
     losses: list[float],
-    used: types.ModelUsage | None,
+    used: "types.ModelUsage | None",
 ) -> dict[str, str]:
     texts = {
         "id": run.training_run_id,
+        "name": run_name(run) or "-",
         "base model": f"{run.base_model}, {run.adapter} of rank {run.lora_rank}",
         "status": _status(run),
         "created": f"{minute(run.created)} UTC",
@@ -98,10 +114,10 @@ def _texts(
     return texts
 
 
-def _status(run: types.TrainingRunResponse) -> str:
+def _status(run: "types.TrainingRunResponse") -> str:
     return "diverged" if run.diverged else run.status
 
 
-def _loss(point: types.CurvePointResponse) -> float:
+def _loss(point: "types.CurvePointResponse") -> float:
     """Return the mean loss, as on the dashboard: over the tokens' weights, else over tokens."""
     return (point.loss_sum or 0.0) / (point.weight or point.tokens or 1.0)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeVar
 
+from tuneserve_client.defaults import LEARNING_RATE
+
 T = TypeVar("T")
 
 _MARK = "tuneserve_train_"
@@ -23,7 +25,7 @@ class Recipe:
     seed: int = 0
     epochs: int = 1
     batch_size: int = 8
-    learning_rate: float = 2e-4
+    learning_rate: float = LEARNING_RATE
     max_tokens: int | None = None
     """The length at which longer rows are cut; None refuses rows longer than the context."""
 

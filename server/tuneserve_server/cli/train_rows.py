@@ -1,52 +1,60 @@
-"""Training data from a JSONL file with rows ``{"messages": […]}`` or ``{"prompt", "completion"}``.
+"""Rows of training data as datums.
 
 A row that cannot be trained on is reported by its line before anything is trained.
 """
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tuneserve_client import Datum, chat_datum, sft_datum
-from tuneserve_client.data import Encoder, Message
+from tuneserve_client import Datum, chat_datum, next_token_datum, sft_datum
+from tuneserve_client.data import Encoder
+from tuneserve_server.cli.data.forms import SHAPES, Row, check_roles, known_roles, row_from
+from tuneserve_server.cli.data.sources import open_source
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_SHAPES = 'an object with "messages", or with "prompt" and "completion"'
+_SHOWN_BAD = 10
 
 
 class BadRows(Exception):
-    """Rows that cannot be trained on: the first one, the reason, and the number of others."""
+    """Rows that cannot be trained on: the first ones, the reasons, and their number."""
 
 
-@dataclass(frozen=True)
-class Row:
-    line: int
-    messages: Sequence[Message] = ()
-    prompt: str = ""
-    completion: str = ""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Rows:
-    path: Path
+    name: str
     digest: str
-    """The digest of the file's bytes, by which a resumed run recognizes its data."""
+    """The digest of the data, by which a resumed run recognizes them."""
     rows: list[Row]
+    skip_bad: bool = False
+    bad: list[str] = field(default_factory=list)
+    """The places and reasons of bad rows so far."""
 
 
-def read_rows(path: Path) -> Rows:
-    """Return all rows of the file. Raises ``BadRows``, and ``OSError``."""
-    content = path.read_bytes()
-    lines = [(n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise BadRows(f"{path} has no rows; each line must be {_SHAPES}")
-    rows = _each(path, lines, lambda item: item[0], lambda item: _row(*item))
-    return Rows(path, hashlib.sha256(content).hexdigest()[:16], rows)
+def read_rows(
+    data: str, renamed: Mapping[str, str] | None = None, *, skip_bad: bool = False
+) -> Rows:
+    """Return all rows of the data. Raises ``BadRows``, ``NoSource`` and ``OSError``.
+
+    ``renamed`` has the column of the data for each name that a form expects.
+    """
+    source = open_source(data)
+    if not source.rows:
+        raise BadRows(f"{data} has no rows; each row must be {SHAPES}")
+    digest = source.digest
+    if renamed:
+        digest = hashlib.sha256(f"{digest}{sorted(renamed.items())}".encode()).hexdigest()[:16]
+    rows = Rows(data, digest, [], skip_bad)
+    rows.rows = _each(
+        rows,
+        source.rows,
+        lambda raw: raw.place,
+        lambda raw: row_from(raw.place, raw.read(), renamed or {}),
+    )
+    return rows
 
 
 def encode(rows: Rows, tokenizer: Encoder, *, limit: int, cut: bool) -> list[Datum]:
@@ -56,78 +64,74 @@ def encode(rows: Rows, tokenizer: Encoder, *, limit: int, cut: bool) -> list[Dat
     become several datums. Raises ``BadRows``.
     """
 
-    def datums(row: Row) -> list[Datum]:
+    roles = known_roles(tokenizer) if any(row.messages for row in rows.rows) else []
+
+    def datums(row: Row) -> tuple[Row, list[Datum]]:
+        if roles:
+            check_roles(row, roles)
         found = [_within(each, limit, cut=cut) for each in _datums(row, tokenizer)]
         if not any(each.inputs["weights"].any() for each in found):
             raise ValueError("there is nothing to learn: the answer is empty or beyond the limit")
-        return found
+        return row, found
 
-    encoded = _each(rows.path, rows.rows, lambda row: row.line, datums)
-    return [datum for found in encoded for datum in found if datum.inputs["weights"].any()]
+    encoded = _each(rows, rows.rows, lambda row: row.place, datums)
+    rows.rows = [row for row, _ in encoded]
+    return [datum for _, found in encoded for datum in found if datum.inputs["weights"].any()]
 
 
 def _each(
-    path: Path, items: Iterable[T], line: Callable[[T], int], read: Callable[[T], R]
+    rows: Rows, items: Iterable[T], place: Callable[[T], str], read: Callable[[T], R]
 ) -> list[R]:
-    """Return ``read`` of each item. Raises ``BadRows`` if ``read`` refuses an item."""
+    """Return ``read`` of each item. Raises ``BadRows`` if ``read`` refuses an item.
+
+    With ``rows.skip_bad`` it raises only if no item is left.
+    """
     found, bad = [], []
     for item in items:
         try:
             found.append(read(item))
         except ValueError as error:
-            bad.append(f"{path} line {line(item)}: {error}")
-    if bad:
-        more = len(bad) - 1
-        others = f" (and {more} other rows are bad)" if more else ""
-        raise BadRows(f"{bad[0]}{others}; nothing was trained")
-    return found
-
-
-def _row(line: int, text: bytes) -> Row:
-    try:
-        value = json.loads(text)
-    except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8") from None
-    except ValueError as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"it is {type(value).__name__}; it must be {_SHAPES}")
-    if "messages" in value:
-        return Row(line, messages=_messages(value["messages"]))
-    texts = {name: value.get(name) for name in ("prompt", "completion")}
-    for name, each in texts.items():
-        if not isinstance(each, str):
-            problem = f'"{name}" is not a string' if name in value else f'there is no "{name}"'
-            raise ValueError(f"{problem}; it must be {_SHAPES}")
-    return Row(line, prompt=str(texts["prompt"]), completion=str(texts["completion"]))
-
-
-def _messages(value: Any) -> list[Message]:
-    if not isinstance(value, list):
-        raise ValueError('"messages" is not a list')
-    for number, message in enumerate(value, 1):
-        is_said = isinstance(message, dict) and all(
-            isinstance(message.get(name), str) for name in ("role", "content")
-        )
-        if not is_said:
-            raise ValueError(f'message {number} needs a string as "role" and one as "content"')
-    if not any(message["role"] == "assistant" for message in value):
-        raise ValueError('there is no message with the role "assistant" to train on')
-    return value
+            bad.append(f"{rows.name} {place(item)}: {error}")
+    rows.bad += bad
+    if not bad or (rows.skip_bad and found):
+        return found
+    if len(bad) == 1:
+        raise BadRows(f"{bad[0]}; nothing was trained; correct the row, or give --skip-bad")
+    raise BadRows(
+        "\n".join(bad[:_SHOWN_BAD])
+        + f"\n{len(bad)} rows are bad and nothing was trained; correct them, or train on the "
+        "others with --skip-bad"
+    )
 
 
 def _datums(row: Row, tokenizer: Encoder) -> list[Datum]:
+    if row.text is not None:
+        return [_text_datum(row.text, tokenizer)]
     if not row.messages:
         return [sft_datum(tokenizer, row.prompt, row.completion)]
-    try:
-        return [chat_datum(tokenizer, row.messages, learn="all")]
-    except ValueError:
-        # Templates that leave out past reasoning render an answer differently once other messages
-        # follow it, so each answer becomes a separate datum.
-        turns = [n for n, message in enumerate(row.messages, 1) if message["role"] == "assistant"]
-        return [chat_datum(tokenizer, row.messages[:turn]) for turn in turns]
+    options: dict[str, Any] = {} if row.tools is None else {"tools": row.tools}
+    if not row.learn_from:
+        try:
+            return [chat_datum(tokenizer, row.messages, learn="all", **options)]
+        except ValueError:
+            # Templates that leave out past reasoning render an answer differently once other
+            # messages follow it, so each answer becomes a separate datum.
+            pass
+    turns = [n for n, message in enumerate(row.messages, 1) if message["role"] == "assistant"]
+    return [
+        chat_datum(tokenizer, row.messages[:turn], **options)
+        for turn in turns
+        if turn > row.learn_from
+    ]
+
+
+def _text_datum(text: str, tokenizer: Encoder) -> Datum:
+    tokens = tokenizer.encode(text)
+    if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
+        tokens = [*tokens, tokenizer.eos_token_id]
+    if len(tokens) < 2:
+        raise ValueError("there is nothing to learn: the text is empty")
+    return next_token_datum(tokens)
 
 
 def _within(datum: Datum, limit: int, *, cut: bool) -> Datum:

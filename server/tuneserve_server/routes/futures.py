@@ -39,7 +39,7 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 _CROWDED_S = 1.0  # not 0: a client repeats a poll at once
 _STATE_S = 3.0  # added to a poll of 40 s; the client's limit is 45 s
-_NO_REQUEST = "this request does not exist, or it is not yours"
+_NO_REQUEST = "this request does not exist, or it is not yours (your tenant: {tenant})"
 _MOST_COMPLETIONS = 1000  # of one answer: 100 KB
 
 
@@ -108,7 +108,7 @@ async def _own_scope(caller: Caller, request_id: str) -> str:
     """Return the scope of the caller's request; the poll counts as a heartbeat of its session."""
     tenant, scope = await caller.store.job_key(request_id) or (None, "")
     if tenant != caller.tenant:
-        raise UnknownResource(_NO_REQUEST)
+        raise UnknownResource(_NO_REQUEST.format(tenant=caller.tenant))
     logs.add_fields(request_id=request_id)
     await caller.last_seen.record_sign("session", scope.partition(":")[0])
     if ":sample:" in scope:
@@ -259,7 +259,7 @@ async def cancel_future(http: Request, caller: CallerDep) -> Response:
     try:
         is_sample = await caller.store.cancel(request.request_id)
     except KeyError:  # dropped since it was looked up
-        raise UnknownResource(_NO_REQUEST) from None
+        raise UnknownResource(_NO_REQUEST.format(tenant=caller.tenant)) from None
     if not is_sample:
         raise BadRequest(
             "only samples can be cancelled; a model's requests run in order, and each depends on "

@@ -75,7 +75,9 @@ async def request(request_id: str, caller: CallerDep) -> Response:
     """Return the state of a request and, once it has run, its timings and cost."""
     found = await caller.store.request(request_id)
     if found is None or found.tenant != caller.tenant:
-        raise UnknownResource("this request does not exist, or it is not yours")
+        raise UnknownResource(
+            f"this request does not exist, or it is not yours (your tenant: {caller.tenant})"
+        )
     usage = found.usage
     return reply(
         types.RequestResponse(

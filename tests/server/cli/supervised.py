@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from tuneserve_server.cli.killed import tell_killed
-from tuneserve_server.cli.main import say
 from tuneserve_server.cli.readiness import report_progress
+from tuneserve_server.cli.setting_options import say
 from tuneserve_server.cli.supervisor import (
     ChildSpec,
     RestartPolicy,

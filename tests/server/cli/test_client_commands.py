@@ -42,8 +42,8 @@ def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
 def leaves(command: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command without subcommands."""
     if hasattr(command, "commands"):
-        for name, each in command.commands.items():
-            yield from leaves(each, *names, name)
+        for name in command.commands:
+            yield from leaves(command.get_command(typer.Context(command), name), *names, name)
     else:
         yield names, command
 

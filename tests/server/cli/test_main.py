@@ -1,9 +1,11 @@
 """The command line and what it refuses, with the messages."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,15 @@ from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.settings.worker import WorkerSettings
 from tuneserve_server import serve
 from tuneserve_server.cli import main as cli
-from tuneserve_server.cli import supervisor
+from tuneserve_server.cli import services, supervisor
 from tuneserve_server.cli.local_server import free_port
+from tuneserve_server.cli.setting_groups import FIRST, GROUPS
+from tuneserve_server.cli.setting_options import command
 from tuneserve_server.cli.supervisor import ChildSpec
 from tuneserve_server.listening import CannotStart
 from tuneserve_server.settings import ApiSettings
+
+ROOT = Path(__file__).parents[3]
 
 
 def tuneserve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -111,18 +117,13 @@ def test_a_boolean_setting_is_a_flag_without_a_value() -> None:
 
 def _recorder(given: dict[str, str]) -> typer.Typer:
     """A command line of one command with the options of ``tuneserve up``, which it records."""
-    app, taken = typer.Typer(), cli.app
-    cli.app = app
-    try:
 
-        @cli._command(ApiSettings, WorkerSettings)
-        def up(found: dict[str, str]) -> None:
-            """Record the options."""
-            given.update(found)
+    @command(ApiSettings, WorkerSettings)
+    def up(found: dict[str, str]) -> None:
+        """Record the options."""
+        given.update(found)
 
-    finally:
-        cli.app = taken
-    return app
+    return up
 
 
 def test_files_lie_in_the_data_directory_or_in_a_shared_directory() -> None:
@@ -288,14 +289,6 @@ def test_weights_come_from_options_the_environment_and_the_file(
     assert WorkerSettings(**given).tenant_weights == {"t-3": 4.0}
 
 
-def test_an_installation_of_the_client_says_what_the_service_needs() -> None:
-    without = "import sys, tuneserve_server.__main__ as t; sys.modules['typer'] = None; t.main()"
-    result = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr.startswith("tuneserve: typer is not installed")
-    assert "pip install '.[server,engine]'" in result.stderr
-
-
 def test_the_help_names_the_commands_of_both_halves() -> None:
     result = tuneserve("--help")
     assert result.returncode == 0
@@ -312,9 +305,77 @@ def test_the_help_names_the_commands_of_both_halves() -> None:
     ],
 )
 def test_every_setting_is_an_option(command: str, settings: list[type[CommonSettings]]) -> None:
-    help_text = tuneserve(command, "--help").stdout
+    help_text = tuneserve(command, "--help-all").stdout
     names = {name for each in settings for name in each.model_fields}
     assert all(f"--{name.replace('_', '-')} " in help_text for name in names)
+
+
+def test_the_short_help_has_the_first_settings_by_group_and_names_the_long_one() -> None:
+    help_text = tuneserve("up", "-h").stdout
+    assert re.findall(r"^(\w[\w ]*):$", help_text, re.M)[:2] == ["Model", "Network"]
+    options = set(re.findall(r"^  --([\w-]+)", help_text, re.M)) - {"help-all", "help"}
+    assert {name.replace("-", "_") for name in options} == FIRST
+    assert "--help-all" in help_text
+
+
+def test_every_setting_is_in_one_group() -> None:
+    names = [name for names in GROUPS.values() for name in names.split()]
+    assert sorted(names) == sorted({*ApiSettings.model_fields, *WorkerSettings.model_fields})
+    assert set(names) >= FIRST
+
+
+def test_sizes_and_durations_are_named_in_the_help() -> None:
+    help_text = tuneserve("up", "--help-all").stdout
+    assert "--device-memory-bytes SIZE" in help_text
+    assert "--park-s DURATION" in help_text
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert tuneserve("--version").stdout == f"tuneserve {project['version']}\n"
+
+
+def test_the_help_of_every_command_is_the_one_in_the_overview() -> None:
+    """The overview is shown without importing the commands, so it has texts of its own."""
+    overview = tuneserve("--help").stdout
+    for name, (_, text) in [each for part in cli.SECTIONS.values() for each in part.items()]:
+        assert f"  {name} " in overview and text in overview
+        result = tuneserve(name, "-h")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith(f"Usage: python -m tuneserve_server {name}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["up", "--help"],
+        ["train", "--help"],
+        ["train", "missing.jsonl"],
+        ["chat", "--nonsense"],
+        ["runs", "show"],
+        ["checkpoints", "--help"],
+        ["top", "-h"],
+        ["keys", "create"],
+    ],
+)
+def test_help_and_errors_of_arguments_come_before_heavy_imports(arguments: list[str]) -> None:
+    """Each of these packages takes as long to import as all that the help needs."""
+    heavy = ("fastapi", "httpx", "huggingface_hub", "jax", "numpy", "redis", "rich", "uvicorn")
+    code = (
+        "import atexit, sys; from tuneserve_server.__main__ import main; "
+        f"atexit.register(lambda: print('loaded:', *(n for n in {heavy} if n in sys.modules))); "
+        f"sys.argv = {['tuneserve', *arguments]}; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode in (0, 2), result.stderr
+    assert result.stdout.splitlines()[-1] == "loaded:", result.stdout + result.stderr
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest_one() -> None:
+    result = tuneserve("trian")
+    assert result.returncode == 2
+    assert "No such command 'trian'. Did you mean 'train'?" in result.stderr
 
 
 @pytest.mark.parametrize("origin", ["--poll-s", "TUNESERVE_POLL_S", "tuneserve.toml"])
@@ -374,7 +435,7 @@ def test_a_setting_that_the_worker_would_refuse_stops_the_start() -> None:
 def test_an_installation_without_the_engine_says_what_a_worker_needs(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    monkeypatch.setattr(services, "find_spec", lambda _: None)
     result = CliRunner().invoke(cli.app, [command])
     assert result.exit_code == 2
     assert "pip install '.[engine]'" in result.stderr

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tuneserve_server.cli.top import TopSample, TopWindow
+from tuneserve_server.cli.top_view import TopSample, TopWindow
 
 
 def test_rates_are_means_over_the_last_twenty_seconds() -> None:

@@ -1,0 +1,169 @@
+"""Forms of a row, recognized by its keys: each becomes a conversation, a text or two texts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuneserve_client.data import Encoder, Message
+
+SHAPES = (
+    'an object with "messages", with "prompt" and "completion", with "instruction" and "output", '
+    'with "conversations", or with "text"'
+)
+_MAPPED = "rename columns with --map, for example --map prompt=question,completion=answer"
+_SHAREGPT = {"human": "user", "gpt": "assistant"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Row:
+    place: str
+    messages: Sequence[Message] = ()
+    learn_from: int = 0
+    """The first message that may be learnt."""
+    tools: Sequence[Any] | None = None
+    prompt: str = ""
+    completion: str = ""
+    text: str | None = None
+
+    @property
+    def is_answer_empty(self) -> bool:
+        if self.text is not None:
+            return not self.text.strip()
+        if not self.messages:
+            return not self.completion.strip()
+        return any(
+            each["role"] == "assistant" and not each["content"].strip() and "tool_calls" not in each
+            for each in self.messages[self.learn_from :]
+        )
+
+
+def row_from(place: str, value: Any, renamed: Mapping[str, str]) -> Row:
+    """Return the row of a value whose columns are ``renamed``. Raises ``ValueError``."""
+    if not isinstance(value, dict):
+        raise ValueError(f"it is {type(value).__name__}; it must be {SHAPES}")
+    keys = ", ".join(f'"{name}"' for name in value) or "none"
+    if missing := [old for old in renamed.values() if old not in value]:
+        raise ValueError(f'there is no "{missing[0]}", which --map names; its keys are {keys}')
+    value = {**value, **{new: value[old] for new, old in renamed.items()}}
+    # Datasets fill the columns that a row lacks with None.
+    has = {name for name, each in value.items() if each is not None}
+    tools = value.get("tools") or None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError('"tools" is not a list')
+    if "messages" in has:
+        return Row(place, messages=_messages(value["messages"], "messages"), tools=tools)
+    if "conversations" in has:
+        said = _messages(_from_sharegpt(value["conversations"]), "conversations")
+        return Row(place, messages=said, tools=tools)
+    if {"prompt", "completion"} & has:
+        return _completion(place, value, keys, tools)
+    if {"instruction", "output"} & has:
+        return _instruction(place, value, keys)
+    if "text" in has:
+        return Row(place, text=_text(value, "text", keys))
+    raise ValueError(f"its keys are {keys}; it must be {SHAPES}; {_MAPPED}")
+
+
+def known_roles(tokenizer: Encoder) -> list[str]:
+    """Return the roles of messages that the chat template renders."""
+    mark = "tuneserve-probe"
+    first = {"role": "user", "content": "a"}
+
+    def is_rendered(role: str) -> bool:
+        probe = {"role": role, "content": mark}
+        for messages in ([probe], [first, probe], [first, {**first, "role": "assistant"}, probe]):
+            try:
+                if mark in tokenizer.render(messages, add_generation_prompt=False):
+                    return True
+            except ValueError:
+                continue
+        return False
+
+    return [role for role in _ROLES if is_rendered(role)]
+
+
+def check_roles(row: Row, roles: Iterable[str]) -> None:
+    """Raise ``ValueError`` for a message whose role the chat template does not know."""
+    for number, message in enumerate(row.messages, 1):
+        if message["role"] not in roles:
+            raise ValueError(
+                f'message {number} has the role "{message["role"]}"; the chat template knows '
+                f"{', '.join(roles)}; rename the role"
+            )
+
+
+def _text(value: Mapping[str, Any], name: str, keys: str) -> str:
+    if isinstance(value.get(name), str):
+        return str(value[name])
+    problem = f'"{name}" is not a string' if name in value else f'there is no "{name}"'
+    raise ValueError(f"{problem}; its keys are {keys}; it must be {SHAPES}; {_MAPPED}")
+
+
+def _completion(place: str, value: Mapping[str, Any], keys: str, tools: Any) -> Row:
+    if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
+        asked, answered = value["prompt"], value["completion"]
+        said = _messages([*asked, *answered], "prompt and completion", len(asked))
+        return Row(place, messages=said, learn_from=len(asked), tools=tools)
+    prompt, completion = (_text(value, name, keys) for name in ("prompt", "completion"))
+    return Row(place, prompt=prompt, completion=completion)
+
+
+def _instruction(place: str, value: Mapping[str, Any], keys: str) -> Row:
+    asked, answer = (_text(value, name, keys) for name in ("instruction", "output"))
+    more = _text(value, "input", keys) if value.get("input") is not None else ""
+    return Row(
+        place,
+        messages=[
+            {"role": "user", "content": f"{asked}\n\n{more}" if more else asked},
+            {"role": "assistant", "content": answer},
+        ],
+    )
+
+
+def _from_sharegpt(turns: Any) -> Any:
+    if not isinstance(turns, list):
+        return turns
+    for number, turn in enumerate(turns, 1):
+        if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and "value" in turn):
+            found = ", ".join(f'"{name}"' for name in turn) if isinstance(turn, dict) else "none"
+            raise ValueError(
+                f'turn {number} of "conversations" needs "from" and "value"; its keys are {found}'
+            )
+    return [
+        {"role": _SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
+        for turn in turns
+    ]
+
+
+def _messages(value: Any, name: str, learn_from: int = 0) -> list[Message]:
+    if not isinstance(value, list):
+        raise ValueError(f'"{name}" is not a list; it must be a list of messages')
+    said = [_message(number, message) for number, message in enumerate(value, 1)]
+    if not any(message["role"] == "assistant" for message in said[learn_from:]):
+        raise ValueError('there is no message with the role "assistant" to train on; add an answer')
+    return said
+
+
+def _message(number: int, message: Any) -> Message:
+    if isinstance(message, dict) and isinstance(message.get("role"), str):
+        # Datasets fill the keys that a message lacks with None.
+        kept = {k: v for k, v in message.items() if v is not None}
+        content = kept.get("content")
+        if isinstance(content, str):
+            return kept
+        if content is None and kept.get("tool_calls") and message["role"] == "assistant":
+            return {**kept, "content": ""}
+        if isinstance(content, list):
+            return {**kept, "content": "".join(_part(number, part) for part in content)}
+    found = ", ".join(f'"{name}"' for name in message) if isinstance(message, dict) else "none"
+    raise ValueError(
+        f'message {number} needs a string as "role" and one as "content"; its keys are {found}'
+    )
+
+
+def _part(number: int, part: Any) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"message {number} has a part {kind!r}; only text parts can be trained on")

@@ -1,0 +1,138 @@
+"""Rows from JSONL, JSON arrays, CSV, Parquet and Hugging Face datasets, each with its place."""
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_JSON_COLUMNS = ("messages", "conversations", "tools")
+
+
+class NoSource(Exception):
+    """Data that cannot be opened at all."""
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row before its form is known."""
+
+    place: str
+    """The line or the number of the row, as in ``line 3``."""
+    read: Callable[[], Any]
+    """Return the row's value. Raises ``ValueError`` if the row cannot be read."""
+
+
+@dataclass(frozen=True)
+class RowSource:
+    name: str
+    digest: str
+    """The digest of the content, by which a resumed run recognizes its data."""
+    rows: list[RawRow]
+
+
+def open_source(data: str) -> RowSource:
+    """Return the rows of a file, a directory or a dataset id.
+
+    Raises ``NoSource`` and ``OSError``.
+    """
+    path = Path(data)
+    if path.is_file() and path.suffix.lower() != ".parquet":
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        return RowSource(data, digest, list(_rows_in(path.suffix.lower(), content)))
+    check_exists(data)
+    values = _dataset(data, path)
+    text = json.dumps(values, default=str, sort_keys=True)
+    rows = [_parsed(f"row {n}", value) for n, value in enumerate(values, 1)]
+    return RowSource(data, hashlib.sha256(text.encode()).hexdigest()[:16], rows)
+
+
+def check_exists(data: str) -> None:
+    """Raise ``NoSource`` if the data is neither a path that exists nor like a dataset id."""
+    path = Path(data)
+    is_id = data.count("/") == 1 and not path.suffix and not data.startswith((".", "/"))
+    if not path.exists() and not is_id:
+        raise NoSource(
+            f"{data} does not exist; give a file, a directory, or a dataset id such as owner/name"
+        )
+
+
+def _rows_in(suffix: str, content: bytes) -> Iterator[RawRow]:
+    if suffix == ".csv":
+        yield from _csv(content)
+    elif suffix == ".json" and content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        try:
+            values = _json(content)
+        except ValueError as error:
+            raise NoSource(f"the JSON array cannot be read: {error}; correct the file") from None
+        for number, value in enumerate(values, 1):
+            yield _parsed(f"row {number}", value)
+    else:
+        for number, line in enumerate(content.splitlines(), 1):
+            if line.strip():
+                yield RawRow(f"line {number}", lambda line=line: _json(line))  # type: ignore[misc]
+
+
+def _parsed(place: str, value: Any) -> RawRow:
+    return RawRow(place, lambda: value)
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _csv(content: bytes) -> Iterator[RawRow]:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise NoSource("the CSV file is not UTF-8; save it as UTF-8") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        for value in reader:
+            yield RawRow(f"line {reader.line_num}", lambda value=value: _csv_row(value))  # type: ignore[misc]
+    except csv.Error as error:
+        raise NoSource(f"line {reader.line_num} of the CSV file: {error}") from None
+
+
+def _csv_row(value: dict[str | None, Any]) -> dict[str | None, Any]:
+    if None in value or None in value.values():
+        raise ValueError("it has not as many cells as the header; quote cells that have commas")
+    for name in _JSON_COLUMNS:
+        if value.get(name):
+            value = {**value, name: _json(value[name].encode())}
+    return value
+
+
+def _dataset(data: str, path: Path) -> list[Any]:
+    try:
+        import datasets
+        import pyarrow.parquet
+    except ImportError:
+        raise NoSource(
+            f"{data} needs the package datasets; install it with: pip install 'tuneserve[data]'"
+        ) from None
+    try:
+        if path.is_file():
+            return list(pyarrow.parquet.read_table(data).to_pylist())
+        elif (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+            found = datasets.load_from_disk(data)
+        else:
+            found = datasets.load_dataset(data)
+    except Exception as error:  # the package raises errors of many libraries
+        raise NoSource(f"cannot read the dataset {data}: {error}") from None
+    if isinstance(found, dict):
+        if "train" not in found:
+            raise NoSource(f"{data} has no split train; it has {', '.join(map(str, found))}")
+        found = found["train"]
+    return list(found)

@@ -1,0 +1,47 @@
+"""The options of ``tuneserve train``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneserve_engine.core.errors import REFUSED
+from tuneserve_server.cli.options import HERE
+from tuneserve_server.cli.output import end
+
+SAVED_AS = "final"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of a training run, as they were given."""
+
+    data: str
+    name: str
+    base_model: str | None
+    adapter: dict[str, Any]
+    """The fields of an adapter that were given; empty for the default."""
+    resume: str | None
+    recipe: dict[str, int | float | None]
+    """The fields of the recipe; None for those of the resumed run, or the defaults."""
+    save: str
+    export: Path | None
+    columns: str | None
+    skip_bad: bool
+    dry_run: bool
+    url: str
+    api_key: str | None
+    as_json: bool
+
+    @property
+    def server(self) -> list[str]:
+        """The options with which another command reaches the same server, without the key."""
+        return [] if self.url == HERE else ["--url", self.url]
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The column for each expected name, from ``name=column,name=column``."""
+        pairs = [pair.partition("=") for pair in (self.columns or "").split(",") if self.columns]
+        if not all(name and column for name, _, column in pairs):
+            shape = "prompt=question,completion=answer"
+            end(f"--map is {self.columns!r}; it must be like {shape}", REFUSED)
+        return {name.strip(): column.strip() for name, _, column in pairs}

@@ -1,0 +1,84 @@
+"""The preview of a run's data: its size, its doubtful rows, and a row with its learnt part."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from tuneserve_client import Datum
+from tuneserve_server.cli.output import print_json_line
+from tuneserve_server.cli.train_rows import Rows
+
+_SHOWN_TOKENS = 400
+
+
+class TokenDecoder(Protocol):
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str: ...
+
+
+@dataclass(frozen=True)
+class Preview:
+    rows: int
+    skipped: int
+    tokens: int
+    longest: int
+    learnt_share: float
+    steps: int
+    duplicates: int
+    empty_answers: int
+    example: list[tuple[str, bool]]
+    """Parts of the first row, each with whether it is learnt."""
+
+    @classmethod
+    def from_data(
+        cls, data: Rows, datums: Sequence[Datum], decoder: TokenDecoder, *, steps: int
+    ) -> "Preview":
+        rows = data.rows
+        copies = {repr({**vars(row), "place": ""}) for row in rows}
+        tokens = sum(map(len, datums))
+        learnt = sum(int((each.inputs["weights"] > 0).sum()) for each in datums)
+        return cls(
+            rows=len(rows),
+            skipped=len(data.bad),
+            tokens=tokens,
+            longest=max(map(len, datums)),
+            learnt_share=round(learnt / tokens, 4),
+            steps=steps,
+            duplicates=len(rows) - len(copies),
+            empty_answers=sum(row.is_answer_empty for row in rows),
+            example=_parts(datums[0], decoder),
+        )
+
+    def show(self, console: Console, *, as_json: bool) -> None:
+        if as_json:
+            shown = [{"text": text, "learnt": learnt} for text, learnt in self.example]
+            print_json_line({**asdict(self), "example": shown})
+            return
+        text = Text(
+            f"{self.rows:,} rows, {self.tokens:,} tokens, the longest {self.longest:,}, "
+            f"{self.learnt_share:.0%} learnt, {self.steps:,} steps\n"
+        )
+        for count, name in (
+            (self.skipped, "bad rows skipped"),
+            (self.duplicates, "duplicate rows"),
+            (self.empty_answers, "rows with an empty answer"),
+        ):
+            if count:
+                text.append(f"{name}: {count:,}\n", style="yellow")
+        for part, is_learnt in self.example:
+            plain = part if console.is_terminal or not is_learnt else f"«{part}»"
+            text.append(plain, style="green" if is_learnt else "dim")
+        console.print(text, soft_wrap=True)
+
+
+def _parts(datum: Datum, decoder: TokenDecoder) -> list[tuple[str, bool]]:
+    first = (int(datum.tokens[0]), False)
+    weighted = zip(datum.targets.tolist(), (datum.inputs["weights"] > 0).tolist(), strict=True)
+    shown = [first, *weighted][:_SHOWN_TOKENS]
+    return [
+        (decoder.decode([token for token, _ in run], skip_special=False), is_learnt)
+        for is_learnt, run in groupby(shown, key=lambda each: each[1])
+    ]

@@ -1,0 +1,170 @@
+"""Forms of rows: the text that is learnt agrees with transformers' rendering of the template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tuneserve_client.wire.tokenizer import Tokenizer
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli.train_rows import BadRows, Rows, encode, read_rows
+
+TOKENIZER = Tokenizer.from_folder(TINY_MODEL)
+REFERENCE = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
+ASKED = {"role": "user", "content": "Hello"}
+ANSWER = {"role": "assistant", "content": "Ahoy!"}
+CHAT = [ASKED, ANSWER]
+PART = [{"type": "text", "text": "Ahoy!"}]
+CALL = [{"type": "function", "function": {"name": "sail", "arguments": {"to": "Rum"}}}]
+
+FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "messages": ({"messages": CHAT}, CHAT),
+    "trl": ({"prompt": [ASKED], "completion": [ANSWER]}, CHAT),
+    "alpaca": ({"instruction": "Hello", "input": "", "output": "Ahoy!"}, CHAT),
+    "alpaca with input": (
+        {"instruction": "Say", "input": "Hello", "output": "Ahoy!"},
+        [{"role": "user", "content": "Say\n\nHello"}, ANSWER],
+    ),
+    "sharegpt": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hello"},
+                {"from": "gpt", "value": "Ahoy!"},
+            ]
+        },
+        CHAT,
+    ),
+    "sharegpt with system": (
+        {
+            "conversations": [
+                {"from": "system", "value": "Be brief"},
+                {"from": "human", "value": "Hello"},
+                {"from": "gpt", "value": "Ahoy!"},
+            ]
+        },
+        [{"role": "system", "content": "Be brief"}, *CHAT],
+    ),
+    "content parts": ({"messages": [ASKED, {**ANSWER, "content": PART}]}, CHAT),
+    "tool call": (
+        {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": CALL}, *CHAT]},
+        [ASKED, {"role": "assistant", "content": "", "tool_calls": CALL}, *CHAT],
+    ),
+}
+
+
+def rows_of(folder: Path, *values: Any, **options: Any) -> Rows:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in values))
+    return read_rows(str(path), **options)
+
+
+def learnt(datum: Any) -> str:
+    targets = datum.targets[datum.inputs["weights"] > 0]
+    return TOKENIZER.decode(targets.tolist(), skip_special=False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_has_the_tokens_of_its_conversation(tmp_path: Path, form: str) -> None:
+    row, messages = FORMS[form]
+    (datum,) = encode(rows_of(tmp_path, row), TOKENIZER, limit=500, cut=False)
+    text = REFERENCE.apply_chat_template(messages, tokenize=False)
+    expected = REFERENCE(text, add_special_tokens=False)["input_ids"]
+    assert [*datum.tokens.tolist(), datum.targets.tolist()[-1]] == expected
+    assert learnt(datum).endswith(f"Ahoy!{REFERENCE.eos_token}")
+    assert "Hello" not in learnt(datum)
+
+
+def test_only_the_completion_of_a_conversation_is_learnt(tmp_path: Path) -> None:
+    row = {"prompt": [*CHAT, ASKED], "completion": [{**ANSWER, "content": "Arr."}]}
+    (datum,) = encode(rows_of(tmp_path, row), TOKENIZER, limit=500, cut=False)
+    assert learnt(datum) == f"Arr.{REFERENCE.eos_token}"
+
+
+def test_every_token_of_a_text_is_learnt(tmp_path: Path) -> None:
+    (datum,) = encode(rows_of(tmp_path, {"text": "Ahoy there"}), TOKENIZER, limit=500, cut=False)
+    ids = REFERENCE("Ahoy there")["input_ids"]
+    assert datum.tokens.tolist() == ids
+    assert datum.targets.tolist() == [*ids[1:], REFERENCE.eos_token_id]
+    assert datum.inputs["weights"].all()
+
+
+def test_the_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = Tokenizer((TINY_MODEL / "tokenizer.json").read_text(), template=template)
+    tools = [{"type": "function", "function": {"name": "sail"}}]
+    (datum,) = encode(
+        rows_of(tmp_path, {"messages": CHAT, "tools": tools}), tokenizer, limit=500, cut=False
+    )
+    assert '"sail"' in tokenizer.decode(datum.tokens.tolist())
+
+
+def test_columns_are_renamed(tmp_path: Path) -> None:
+    renamed = {"prompt": "question", "completion": "answer"}
+    rows = rows_of(tmp_path, {"question": "Hello", "answer": " Ahoy!"}, renamed=renamed)
+    (datum,) = encode(rows, TOKENIZER, limit=500, cut=False)
+    assert learnt(datum) == f" Ahoy!{REFERENCE.eos_token}"
+    assert rows.digest != rows_of(tmp_path, {"prompt": "Hello", "completion": " Ahoy!"}).digest
+
+
+HUMAN = {"role": "human", "content": "Hello"}
+TURNS = "conversations"
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        (7, ["it is int"]),
+        ([ASKED], ["it is list"]),
+        ({}, ["its keys are none", "--map"]),
+        ({"question": "a", "answer": "b"}, ['"question", "answer"', '"prompt"', "--map"]),
+        ({"prompt": "a"}, ['there is no "completion"', 'keys are "prompt"', "--map"]),
+        ({"completion": "a"}, ['there is no "prompt"', 'keys are "completion"', "--map"]),
+        ({"prompt": "a", "response": "b"}, ['"prompt", "response"', "--map"]),
+        ({"prompt": 7, "completion": "a"}, ['"prompt" is not a string', "--map"]),
+        ({"prompt": "a", "completion": ["b"]}, ['"completion" is not a string']),
+        ({"prompt": [ASKED], "completion": "a"}, ['"prompt" is not a string']),
+        ({"prompt": [ASKED], "completion": []}, ['role "assistant"', "add an answer"]),
+        ({"instruction": "a"}, ['there is no "output"', 'keys are "instruction"']),
+        ({"output": "a"}, ['there is no "instruction"', 'keys are "output"']),
+        ({"instruction": "a", "input": 7, "output": "b"}, ['"input" is not a string']),
+        ({"text": 7}, ['"text" is not a string', 'keys are "text"']),
+        ({"text": ""}, ["there is nothing to learn"]),
+        ({"messages": "a"}, ['"messages" is not a list']),
+        ({"messages": [7]}, ["message 1 needs", "its keys are none"]),
+        ({"messages": []}, ['role "assistant"', "add an answer"]),
+        ({"messages": [ASKED]}, ['role "assistant"', "add an answer"]),
+        ({"messages": [{"role": "user"}, ANSWER]}, ["message 1 needs", 'keys are "role"']),
+        ({"messages": [{**ANSWER, "content": None}]}, ["message 1 needs"]),
+        ({"messages": [{"from": "human", "value": "a"}]}, ['keys are "from", "value"']),
+        ({"messages": [HUMAN, ANSWER]}, ['the role "human"', "user, assistant", "rename"]),
+        ({"messages": [{**ASKED, "content": [{"type": "image"}]}]}, ["'image'", "text parts"]),
+        ({"messages": CHAT, "tools": "sail"}, ['"tools" is not a list']),
+        ({TURNS: "a"}, ['"conversations" is not a list']),
+        ({TURNS: [{"role": "user"}]}, ['needs "from" and "value"', 'keys are "role"']),
+        ({TURNS: [{"from": "human", "value": "a"}]}, ['role "assistant"']),
+        ({TURNS: [{"from": "bing", "value": "a"}, {"from": "gpt", "value": "b"}]}, ['"bing"']),
+    ],
+)
+def test_a_broken_row_is_named_with_its_keys_and_a_way_out(
+    tmp_path: Path, row: Any, parts: list[str]
+) -> None:
+    with pytest.raises(BadRows) as refused:
+        encode(rows_of(tmp_path, {"messages": CHAT}, row), TOKENIZER, limit=500, cut=False)
+    for part in ["rows.jsonl line 2: ", "nothing was trained", "--skip-bad", *parts]:
+        assert part in str(refused.value)
+    rows = rows_of(tmp_path, {"messages": CHAT}, row, skip_bad=True)
+    assert len(encode(rows, TOKENIZER, limit=500, cut=False)) == 1
+    assert len(rows.bad) == 1
+
+
+def test_the_first_ten_bad_rows_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(BadRows) as refused:
+        rows_of(tmp_path, *[{"a": 1}] * 12)
+    assert str(refused.value).count("rows.jsonl line") == 10
+    assert "12 rows are bad" in str(refused.value)

@@ -1,0 +1,75 @@
+"""Sources of rows: every kind of file holds the same rows."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuneserve_server.cli.data.sources import NoSource, open_source
+
+ROWS = [
+    {"prompt": "Hello, you", "completion": "Ahoy"},
+    {"prompt": "two\nlines", "completion": "Arr"},
+]
+
+
+def values(data: Path) -> list[object]:
+    return [row.read() for row in open_source(str(data)).rows]
+
+
+def test_json_lines_arrays_and_csv_hold_the_same_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=2))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "a.csv").write_text('prompt,completion\n"Hello, you",Ahoy\n"two\nlines",Arr\n')
+    for name in ("a.jsonl", "a.json", "lines.json", "a.csv"):
+        assert values(tmp_path / name) == ROWS
+    assert [row.place for row in open_source(str(tmp_path / "a.jsonl")).rows] == [
+        "line 1",
+        "line 3",
+    ]
+    assert [row.place for row in open_source(str(tmp_path / "a.csv")).rows] == ["line 2", "line 4"]
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_parquet_and_saved_datasets_hold_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    pa = pytest.importorskip("pyarrow")
+    table = datasets.table.InMemoryTable(pa.Table.from_pylist(ROWS))
+    made = datasets.Dataset(table, fingerprint="rows")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(table.table, str(tmp_path / "a.parquet"))
+    made.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "splits"))
+    for name in ("a.parquet", "one", "splits"):
+        assert values(tmp_path / name) == ROWS
+    datasets.DatasetDict({"test": made}).save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(NoSource, match="no split train; it has test"):
+        open_source(str(tmp_path / "other"))
+
+
+def test_without_the_extra_the_error_tells_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(NoSource, match=r"pip install 'tuneserve\[data\]'"):
+        open_source(str(tmp_path))
+
+
+def test_data_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NoSource, match=r"nope.jsonl does not exist"):
+        open_source(str(tmp_path / "nope.jsonl"))
+    (tmp_path / "a.json").write_text("[1,")
+    with pytest.raises(NoSource, match="JSON array cannot be read"):
+        open_source(str(tmp_path / "a.json"))
+
+
+def test_a_csv_row_with_other_cells_than_the_header_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion\na,b,c\n")
+    (row,) = open_source(str(tmp_path / "a.csv")).rows
+    with pytest.raises(ValueError, match="as many cells as the header"):
+        row.read()

@@ -1,0 +1,40 @@
+"""The preview counts rows and tokens, and marks the learnt part of a row."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from tuneserve_client.wire.tokenizer import Tokenizer
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli.train_preview import Preview
+from tuneserve_server.cli.train_rows import encode, read_rows
+
+TOKENIZER = Tokenizer.from_folder(TINY_MODEL)
+
+
+def test_the_preview_counts_and_marks(tmp_path: Path) -> None:
+    same = {"prompt": "The sky is", "completion": " blue."}
+    values = [same, same, {"prompt": "Hm", "completion": ""}, {"a": 1}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, values)))
+    rows = read_rows(str(path), skip_bad=True)
+    datums = encode(rows, TOKENIZER, limit=100, cut=False)
+    preview = Preview.from_data(rows, datums, TOKENIZER, steps=5)
+    assert (preview.rows, preview.skipped, preview.duplicates, preview.empty_answers) == (
+        3,
+        1,
+        1,
+        1,
+    )
+    out = io.StringIO()
+    preview.show(Console(file=out, width=200), as_json=False)
+    end = TOKENIZER.decode([TOKENIZER.eos_token_id or 0], skip_special=False)
+    assert f"The sky is« blue.{end}»" in out.getvalue()
+    assert "5 steps" in out.getvalue() and "duplicate rows: 1" in out.getvalue()
+    coloured = io.StringIO()
+    preview.show(
+        Console(file=coloured, force_terminal=True, color_system="standard"), as_json=False
+    )
+    assert "\x1b[32m blue." in coloured.getvalue()
