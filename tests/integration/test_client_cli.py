@@ -450,7 +450,7 @@ def test_other_forms_are_shown_and_trained(tmp_path):
     before = tuneserve("runs", "list")
     shown = facts("train", alpaca, "--dry-run", "--batch-size", "1")
     assert shown["rows"] == shown["steps"] == 2
-    assert any(part["learnt"] and "Ahoy!" in part["text"] for part in shown["example"])
+    assert any(part["trained"] and "Ahoy!" in part["text"] for part in shown["example"])
     assert tuneserve("runs", "list") == before
     for name in ("alpaca.csv", "sharegpt.json"):
         said = tuneserve("train", tmp_path / name, *QUICK)

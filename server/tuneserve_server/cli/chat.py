@@ -52,7 +52,8 @@ def chat(  # noqa: PLR0913 - options
             end(f"--compare needs a checkpoint, and {talks[0].name} is a base model", REFUSED)
         if compare:
             talks.append(Conversation(client.sampler(talks[0].sampler.base_model), options))
-        if prompt is None and sys.stdin.isatty() and not as_json:
+        is_live = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        if prompt is None and is_live:
             chat_view.converse(talks)
             return
         prompts = chat_view.lines_of_stdin() if prompt is None else iter([prompt])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 from prompt_toolkit import PromptSession
-from prompt_toolkit.history import FileHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 from rich.live import Live
@@ -45,9 +45,7 @@ def converse(talks: list[Conversation]) -> None:
     names = " beside ".join(talk.name for talk in talks)
     typer.echo(f"{names}: /help lists commands, Ctrl-D ends the conversation", err=True)
     console = Console()
-    session: PromptSession[str] = PromptSession(
-        "> ", history=FileHistory(str(_history_file())), key_bindings=_keys()
-    )
+    session: PromptSession[str] = PromptSession("> ", history=_history(), key_bindings=_keys())
     while True:
         try:
             said = session.prompt().strip()
@@ -71,14 +69,17 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _history_file() -> Path:
-    """Return the file of earlier turns, which only its owner can read."""
+def _history() -> History:
+    """Return the earlier turns, from a file that only its owner can read if one can be written."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     folder = state / "tuneserve"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / "chat_history"
-    file.touch(mode=0o600)
-    return file
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(file))
 
 
 def _answer(talks: list[Conversation], said: str, console: Console) -> None:

@@ -47,24 +47,28 @@ class LazyCommands(TyperGroup):
         self.commands = {name: TyperCommand(name, help=text) for name, _, text in _rows()}
 
     def get_command(self, ctx: Any, cmd_name: str) -> _Command | None:
-        """Import the command; end with what to install if a package is missing."""
+        """Import the command."""
         if cmd_name not in self._homes:
             return None
         module, _, attribute = self._homes[cmd_name].partition(":")
-        try:
-            found = getattr(import_module(f"tuneserve_server.cli.{module}"), attribute)
-        except ModuleNotFoundError as error:
-            end(
-                f"{error.name} is not installed, which tuneserve {cmd_name} needs: in a clone of "
-                "its repository, pip install '.[server,engine]'",
-                REFUSED,
-            )
+        found = getattr(import_module(f"tuneserve_server.cli.{module}"), attribute)
         if not isinstance(found, typer.Typer):
             command, found = found, application()
             found.command()(command)
         loaded = get_command(found)
         loaded.name = cmd_name
         return loaded
+
+    def invoke(self, ctx: Any) -> Any:
+        """Import and call the command; end with what to install if a package is missing."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            end(
+                f"{error.name} is not installed, which this command needs: in a clone of "
+                "tuneserve's repository, pip install '.[server,engine]'",
+                REFUSED,
+            )
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the short help of the commands, by section."""

@@ -55,13 +55,13 @@ def connected(
         way_out = "" if api_key else "; give a key with TUNESERVE_API_KEY or --api-key"
         end(f"{error}{way_out}", FAILED)
     except sdk.Unreachable as error:
-        way_out = f"; start one with: {this_command()} up" if url == HERE else ""
+        way_out = (
+            f"; start one with: {this_command()} up" if url == HERE and error.__cause__ else ""
+        )
         end(f"{error}{way_out}", FAILED)
     except (sdk.TuneserveError, OSError, ImportError) as error:
         end(str(error), FAILED)
     except ValidationError as error:
-        if error.title.endswith("Response"):
-            end(f"{url} answers, but is not a tuneserve server; check the address", FAILED)
         end("; ".join(f"{_place(each)}: {each['msg']}" for each in error.errors()), REFUSED)
     except (ValueError, httpx.InvalidURL) as error:
         end(str(error), REFUSED)

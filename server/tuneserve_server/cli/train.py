@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tuneserve_client.defaults import RANK as _RANK
+from tuneserve_client.defaults import RANK
 from tuneserve_engine.core.errors import REFUSED, UserError
 from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.cli.checkpoints import check_export
@@ -29,7 +29,7 @@ def train(  # noqa: PLR0913 - options
         typer.Option(help="Base model. Default: the only one of the server.", metavar="NAME"),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=1, help=f"Rank of the adapter. Default: {_RANK}.")
+        int | None, typer.Option(min=1, help=f"Rank of the adapter. Default: {RANK}.")
     ] = None,
     adapter: Annotated[
         str | None,

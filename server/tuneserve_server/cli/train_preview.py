@@ -1,4 +1,4 @@
-"""The preview of a run's data: its size, its doubtful rows, and a row with its learnt part."""
+"""The preview of a run's data: its size, doubtful rows, and a row with the part to train on."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,12 +25,12 @@ class Preview:
     skipped: int
     tokens: int
     longest: int
-    learnt_share: float
+    trained_share: float
     steps: int
     duplicates: int
     empty_answers: int
     example: list[tuple[str, bool]]
-    """Parts of the first row, each with whether it is learnt."""
+    """Parts of the first row, each with whether it is trained on."""
 
     @classmethod
     def from_data(
@@ -39,13 +39,13 @@ class Preview:
         rows = data.rows
         copies = {repr({**vars(row), "place": ""}) for row in rows}
         tokens = sum(map(len, datums))
-        learnt = sum(int((each.inputs["weights"] > 0).sum()) for each in datums)
+        trained = sum(int((each.inputs["weights"] > 0).sum()) for each in datums)
         return cls(
             rows=len(rows),
             skipped=len(data.bad),
             tokens=tokens,
             longest=max(map(len, datums)),
-            learnt_share=round(learnt / tokens, 4),
+            trained_share=round(trained / tokens, 4),
             steps=steps,
             duplicates=len(rows) - len(copies),
             empty_answers=sum(row.is_answer_empty for row in rows),
@@ -54,12 +54,12 @@ class Preview:
 
     def show(self, console: Console, *, as_json: bool) -> None:
         if as_json:
-            shown = [{"text": text, "learnt": learnt} for text, learnt in self.example]
+            shown = [{"text": text, "trained": is_trained} for text, is_trained in self.example]
             print_json_line({**asdict(self), "example": shown})
             return
         text = Text(
             f"{self.rows:,} rows, {self.tokens:,} tokens, the longest {self.longest:,}, "
-            f"{self.learnt_share:.0%} learnt, {self.steps:,} steps\n"
+            f"{self.trained_share:.0%} trained on, {self.steps:,} steps\n"
         )
         for count, name in (
             (self.skipped, "bad rows skipped"),
@@ -68,9 +68,9 @@ class Preview:
         ):
             if count:
                 text.append(f"{name}: {count:,}\n", style="yellow")
-        for part, is_learnt in self.example:
-            plain = part if console.is_terminal or not is_learnt else f"«{part}»"
-            text.append(plain, style="green" if is_learnt else "dim")
+        for part, is_trained in self.example:
+            plain = part if console.is_terminal or not is_trained else f"«{part}»"
+            text.append(plain, style="green" if is_trained else "dim")
         console.print(text, soft_wrap=True)
 
 
@@ -79,6 +79,6 @@ def _parts(datum: Datum, decoder: TokenDecoder) -> list[tuple[str, bool]]:
     weighted = zip(datum.targets.tolist(), (datum.inputs["weights"] > 0).tolist(), strict=True)
     shown = [first, *weighted][:_SHOWN_TOKENS]
     return [
-        (decoder.decode([token for token, _ in run], skip_special=False), is_learnt)
-        for is_learnt, run in groupby(shown, key=lambda each: each[1])
+        (decoder.decode([token for token, _ in run], skip_special=False), is_trained)
+        for is_trained, run in groupby(shown, key=lambda each: each[1])
     ]

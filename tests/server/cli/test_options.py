@@ -1,14 +1,17 @@
 """The errors of the commands for a running server, as one line and an exit status."""
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 import typer
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tuneserve_client.errors import NotFound, RequestFailed, Unauthorized, Unreachable
-from tuneserve_client.wire.types import HealthResponse, LoraConfig
+from tuneserve_client.wire.types import LoraConfig
 from tuneserve_server.cli.options import HERE, ListFirst, connected
 
 URL = "http://box:1"
@@ -63,6 +66,7 @@ def test_without_a_server_here_the_command_that_starts_one_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = Unreachable("it does not answer")
+    error.__cause__ = httpx.ConnectError("refused")
     assert ended(error, capsys) == (1, "tuneserve: it does not answer")
     assert ended(error, capsys, HERE) == (
         1,
@@ -70,12 +74,28 @@ def test_without_a_server_here_the_command_that_starts_one_is_named(
     )
 
 
-def test_an_answer_of_another_server_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = ended(invalid(HealthResponse), capsys)
-    assert (status, said) == (
-        1,
-        f"tuneserve: {URL} answers, but is not a tuneserve server; check the address",
-    )
+def test_another_program_at_the_address_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(typer.Exit) as ending, connected(url, None) as client:
+            client.health()
+        server.shutdown()
+    assert ending.value.exit_code == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"tuneserve: {url}")
+    assert said.endswith("answers, but is not a tuneserve server; check the address\n")
+    there = Unreachable("it is not a tuneserve server")
+    assert ended(there, capsys, HERE) == (1, "tuneserve: it is not a tuneserve server")
 
 
 def test_an_address_without_a_scheme_is_refused_before_anything_is_sent(

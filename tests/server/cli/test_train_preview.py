@@ -1,4 +1,4 @@
-"""The preview counts rows and tokens, and marks the learnt part of a row."""
+"""The preview counts rows and tokens, and marks the part of a row that is trained on."""
 
 import io
 import json

@@ -32,6 +32,7 @@ _NONCE_BYTES = _PROOF_BYTES = 32
 _PART_BYTES = 2**20
 """The bytes that the other side takes within the time of silence, if it takes any."""
 _SIDES = (b"leader", b"follower")
+_CLOSED = "it has closed the connection"
 
 
 class MemberLost(DeviceFailed):
@@ -104,7 +105,7 @@ class Channel:
         while rest:
             count = self._socket.recv_into(rest)
             if not count:
-                raise EOFError("it has closed the connection")
+                raise EOFError(_CLOSED)
             rest = rest[count:]
         return body
 
@@ -156,6 +157,8 @@ class Link:
         try:
             with self._sending:
                 self._channel.send(body)
+        except ConnectionError:
+            self.lose(_CLOSED)
         except OSError as error:
             self.lose(f"nothing can be sent to it: {error}")
         if self._ended.is_set():
@@ -212,6 +215,8 @@ class Link:
                     self._messages.put(message)
         except TimeoutError:
             self.lose("it has been silent for too long")
+        except ConnectionError:  # it ended before it took all that was sent to it
+            self.lose(_CLOSED)
         except (OSError, EOFError) as error:
             self.lose(str(error))
         except Exception as error:

@@ -20,7 +20,7 @@ class Row:
     place: str
     messages: Sequence[Message] = ()
     learn_from: int = 0
-    """The first message that may be learnt."""
+    """The index of the first message to train on."""
     tools: Sequence[Any] | None = None
     prompt: str = ""
     completion: str = ""

@@ -120,7 +120,8 @@ def _dataset(data: str, path: Path) -> list[Any]:
         import pyarrow.parquet
     except ImportError:
         raise NoSource(
-            f"{data} needs the package datasets; install it with: pip install 'tuneserve[data]'"
+            f"{data} needs the package datasets; run pip install '.[data]' in a clone of "
+            "tuneserve's repository"
         ) from None
     try:
         if path.is_file():

@@ -112,6 +112,14 @@ def test_the_end_of_the_other_process_is_noticed_at_once(pair: Pair) -> None:
     assert len(one.losses) == 1
 
 
+def test_the_end_of_a_process_that_left_messages_unread_is_an_end_too(pair: Pair) -> None:
+    pair[0].sendall(b"not read")  # so that the end of the other side resets the connection
+    pair[1].close()
+    one = Side(pair[0], "gpu-1", WAIT_S)
+    assert one.lost.wait(WAIT_S)
+    assert one.losses == ["gpu-1: it has closed the connection"]
+
+
 def test_a_caller_that_waits_hears_of_the_loss(pair: Pair) -> None:
     one = Side(pair[0], "gpu-1", WAIT_S)
     with ThreadPoolExecutor(1) as pool:

@@ -4,6 +4,9 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tuneserve_server.cli.data.sources import NoSource, open_source
@@ -36,13 +39,10 @@ def test_json_lines_arrays_and_csv_hold_the_same_rows(tmp_path: Path) -> None:
 def test_parquet_and_saved_datasets_hold_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    pa = pytest.importorskip("pyarrow")
-    table = datasets.table.InMemoryTable(pa.Table.from_pylist(ROWS))
+    table = datasets.table.InMemoryTable(pyarrow.Table.from_pylist(ROWS))
     made = datasets.Dataset(table, fingerprint="rows")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(table.table, str(tmp_path / "a.parquet"))
+    pyarrow.parquet.write_table(table.table, str(tmp_path / "a.parquet"))
     made.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "splits"))
     for name in ("a.parquet", "one", "splits"):
@@ -56,7 +56,7 @@ def test_without_the_extra_the_error_tells_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(NoSource, match=r"pip install 'tuneserve\[data\]'"):
+    with pytest.raises(NoSource, match=r"pip install '\.\[data\]' in a clone"):
         open_source(str(tmp_path))
 
 
