@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)
 PACKAGES = (
