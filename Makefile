@@ -12,7 +12,7 @@ PATHS := clients server engine tests examples benchmarks scripts
 # Where it is set, every process compiles hundreds of modules again, which takes seconds per start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest \
+.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest test-docker \
 	gpu-compile gpu-programs gpu-ceilings gpu-meshes gpu-plan lint fix bench compat newcomer proto reference docs redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
@@ -58,6 +58,9 @@ test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted 
 
 test-newest: .newest/stamp redis-server  ## Tests on the newest JAX, which needs Python 3.12; make test-newest ARGS=tests/engine
 	.newest/bin/pytest -m "not nightly" $(TOGETHER) $(or $(ARGS),tests/engine tests/parity tests/server tests/client)
+
+test-docker: .venv/dev.stamp  ## Builds and starts the containers, and kills a worker in its own; needs a Docker engine
+	$(BIN)/python -m scripts.check_containers
 
 gpu-compile: gpu-programs $(if $(ARGS),,gpu-ceilings gpu-meshes)  ## The programs for an H200, compiled without one; ARGS=--full
 

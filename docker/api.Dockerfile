@@ -11,7 +11,7 @@ COPY clients/tuneserve_client clients/tuneserve_client
 COPY engine/tuneserve_engine engine/tuneserve_engine
 COPY server/tuneserve_server server/tuneserve_server
 # The documentation site, if `make docs` has built it: the pattern may match nothing.
-COPY docs/_build/htm[l] docs/_build/html
+COPY doc[s]/_build/html docs/_build/html
 # pip checks every package from a registry against the hashes in requirements/. Building our own
 # wheel downloads nothing more.
 RUN python -m venv /opt/build \
