@@ -217,6 +217,11 @@ def test_samples_are_the_greedy_continuations_of_the_weights_of_that_step(rows, 
             drawn = sampler.sample(each["prompt"], max_tokens=6, temperature=0).result()
             assert each["completion"] == drawn.text
     assert told[0]["samples"] != told[-1]["samples"]
+    *samples, _ = client.run_events(ended["checkpoint"].split("/")[2])
+    assert [each.kind for each in samples] == ["samples"] * len(told)
+    assert [(each.step, each.data["samples"]) for each in samples] == [
+        (each["step"], each["samples"]) for each in told
+    ]
     shown = ran("train", *options, "--sample-prompt", "What colour is rum?").stdout
     assert re.search(
         r"^step 0/6  held-out loss \d\.\d{4}\n  'What colour is rum\?' → ", shown, re.M
@@ -249,6 +254,27 @@ def test_a_gradient_that_the_server_finds_not_finite_ends_as_diverged(client):
     view = view_of(Console(file=io.StringIO()), steps=1, done=0, as_json=False)
     with pytest.raises(Diverged, match="step 1: the loss or its gradient is not finite"):
         loop.go(view, threading.Event())
+
+
+def test_the_server_knows_the_configuration_the_losses_and_the_outcome(rows, client):
+    options = [rows, *QUICK, "--learning-rate", "0.01", "--eval-split", "0.3", "--seed", "5"]
+    _, told, ended = trained(*options, "--epochs", "2", "--name", "known")
+    run = client.run(ended["checkpoint"].split("/")[2])
+    assert (run.name, run.state, run.step, run.steps) == ("known", "finished", 4, 4)
+    assert run.held_out_loss == pytest.approx(told[-1]["held_out_loss"], rel=1e-6)
+    assert run.best_step == ended["best_step"]
+    assert run.best_held_out_loss == pytest.approx(ended["best_loss"], rel=1e-6)
+    config = json.loads(run.user_metadata["config"])
+    expected = {"data": str(rows), "rows": 6, "held_out_rows": 2, "epochs": 2, "batch_size": 4}
+    expected |= {"learning_rate": 0.01, "seed": 5, "steps": 4, "eval_split": 0.3, "rank": 4}
+    assert config.items() >= expected.items()
+    verdict = client.run_events(run.training_run_id)[-1]
+    assert (verdict.kind, verdict.step, verdict.data["verdict"]) == ("verdict", 4, ended["verdict"])
+    assert verdict.data["best_checkpoint"] == ended["best_checkpoint"]
+    ran("train", *options, "--learning-rate", "1e9", "--name", "lost", status=1)
+    (lost,) = client.search_runs("lost").training_runs
+    assert lost.state == "diverged"
+    assert "lower the learning rate" in client.run_events(lost.training_run_id)[-1].data["verdict"]
 
 
 def test_without_evaluation_the_verdict_is_on_the_training_loss(rows):

@@ -18,8 +18,8 @@ from tuneserve_server.cli.verdict import DivergenceWatch, HeldOut
 _ROWS = 64
 """The most held-out rows in one request."""
 _MARK = "tuneserve_train_held_out"
-_EVENT_CHARACTERS = 2500
-"""The most characters of all samples in a run event: in JSON, none is longer than 12 bytes."""
+_EVENT_CHARACTERS = 2000
+"""The most characters of all samples in a run event: in JSON, none is longer than 6 bytes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Evaluation:
         watch.see_held_out(step, loss, now.first_loss)
         is_best = before is not None and now.since_best == 0
         self.losses = self._with_best_saved(now, step) if is_best else now
-        samples = self._sampled(step)
+        samples = self._sampled(step, steps)
         return Evaluated(step, steps, loss, is_best, samples)
 
     def _with_best_saved(self, losses: HeldOut, step: int) -> HeldOut:
@@ -83,7 +83,7 @@ class Evaluation:
             return replace(losses, best_checkpoint=None)
         return saved
 
-    def _sampled(self, step: int) -> list[dict[str, str]]:
+    def _sampled(self, step: int, steps: int) -> list[dict[str, str]]:
         """Return the prompts with their likeliest completions, and record them with the run."""
         if not self._held_out.prompts:
             return []
@@ -101,9 +101,10 @@ class Evaluation:
             {"prompt": self._text(prompt), "completion": self._text(tokens)}
             for prompt, tokens in zip(self._held_out.prompts, completions, strict=True)
         ]
-        most = _EVENT_CHARACTERS // len(samples)
-        short = [{name: text[:most] for name, text in each.items()} for each in samples]
-        record_event(self._client, self._model.id, "samples", step, {"samples": short})
+        if self._recipe.is_recorded(step, steps):
+            most = max(1, _EVENT_CHARACTERS // (2 * len(samples)))
+            short = [{name: text[:most] for name, text in each.items()} for each in samples]
+            record_event(self._client, self._model.id, "samples", step, {"samples": short})
         return samples
 
     def _text(self, tokens: Sequence[int]) -> str:

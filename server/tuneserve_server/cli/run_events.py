@@ -1,16 +1,17 @@
-"""The record of a run on the server: its configuration, its events and its outcome."""
+"""The events and the outcome of a run, recorded on the server."""
 
 from typing import Any
 
 import typer
 
 from tuneserve_client import Client, TuneserveError
+from tuneserve_client.wire.run_types import EventKind
 
 
-def record_event(client: Client, run_id: str, kind: str, step: int, data: dict[str, Any]) -> None:
+def record_event(
+    client: Client, run_id: str, kind: EventKind, step: int, data: dict[str, Any]
+) -> None:
     """Record an event of the run. A failure is a warning: training matters more."""
-    if not hasattr(client, "add_run_event"):
-        return  # SHIM
     try:
         client.add_run_event(run_id, kind, step, data)
     except TuneserveError as error:
@@ -19,10 +20,8 @@ def record_event(client: Client, run_id: str, kind: str, step: int, data: dict[s
 
 def record_outcome(client: Client, run_id: str, outcome: str) -> None:
     """Record the end of the run. A failure is a warning."""
-    if not hasattr(client, "update_run"):
-        return  # SHIM
     try:
-        client.update_run(run_id, outcome=outcome)
+        client.update_run(run_id, {"outcome": outcome})
     except TuneserveError as error:
         _warn("outcome", error)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeVar
 
 from tuneserve_client.defaults import LEARNING_RATE
+from tuneserve_client.wire.run_types import MOST_EVENTS
 
 T = TypeVar("T")
 
@@ -15,6 +16,7 @@ SAMPLE_TOKENS = 64
 _MARK = "tuneserve_train_"
 _EVALUATIONS = 10
 """The number of evaluations between the first and the last step, unless the user says more."""
+_RECORDED = MOST_EVENTS // 2
 _REQUIRED: Mapping[str, Callable[[str], Any]] = {
     "data": str,
     "seed": int,
@@ -89,8 +91,19 @@ class Recipe:
 
     def is_evaluated(self, step: int, steps: int) -> bool:
         """Return whether the held-out loss is computed when ``step`` of ``steps`` are done."""
-        every = self.eval_every or max(1, round(steps / _EVALUATIONS))
-        return self.evaluates and (step % every == 0 or step == steps)
+        return self.evaluates and (step % self._every(steps) == 0 or step == steps)
+
+    def is_recorded(self, step: int, steps: int) -> bool:
+        """Return whether the samples of this evaluation are stored with the run.
+
+        If there are very many evaluations, only some of them are stored: the server keeps a limited
+        number of events.
+        """
+        every = self._every(steps)
+        return step == steps or step // every % (1 + steps // (every * _RECORDED)) == 0
+
+    def _every(self, steps: int) -> int:
+        return self.eval_every or max(1, round(steps / _EVALUATIONS))
 
     def _of_epoch(self, count: int) -> int:
         return -(-count // self.batch_size)

@@ -81,3 +81,11 @@ def test_evaluations_come_first_last_and_between(
     recipe = replace(EVALUATED, eval_every=every)
     assert [step for step in range(steps + 1) if recipe.is_evaluated(step, steps)] == expected
     assert not Recipe("digest").is_evaluated(0, steps)
+
+
+def test_of_very_many_evaluations_some_are_recorded() -> None:
+    """The server keeps 1,000 events of a run; half of them may be samples."""
+    recipe = replace(EVALUATED, eval_every=1)
+    for steps, count in ((499, 500), (500, 251), (10_000, 478)):  # each, every 2nd, every 21st
+        recorded = [step for step in range(steps + 1) if recipe.is_recorded(step, steps)]
+        assert (recorded[0], recorded[-1], len(recorded)) == (0, steps, count)
