@@ -119,7 +119,8 @@ def loss_in_torch(model, path):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_the_held_out_loss_is_that_of_torch(rows, others, tmp_path, monkeypatch):
     """Before the first step it is the base model's, after the last one the exported adapter's."""
-    monkeypatch.setattr(evaluation, "_ROWS", 2)  # of three rows of different lengths
+    monkeypatch.setattr(evaluation, "_ROWS", 1)  # of three rows of different lengths
+    monkeypatch.setattr(evaluation, "_AT_ONCE", 1)
     _, told, _ = trained(
         *(rows, *QUICK, "--learning-rate", "0.01", "--eval-file", others, "--eval-every", 2),
         *("--export", tmp_path / "adapter"),

@@ -1,12 +1,13 @@
 """Evaluation during a run: the loss over held-out rows, the best checkpoint, and samples."""
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import typer
 
-from tuneserve_client import Client, Datum, Model, TuneserveError
+from tuneserve_client import Client, Datum, Future, Model, TrainOutput, TuneserveError
 from tuneserve_client.paths import PATH_PREFIX
 from tuneserve_server.cli.held_out import weight_of
 from tuneserve_server.cli.run_events import record_event
@@ -17,6 +18,8 @@ from tuneserve_server.cli.verdict import DivergenceWatch, HeldOut
 
 _ROWS = 64
 """The most held-out rows in one request."""
+_AT_ONCE = 4
+"""The most of these requests that are under way, so that they do not fill the server's queue."""
 _MARK = "tuneserve_train_held_out"
 _EVENT_CHARACTERS = 2000
 """The most characters of all samples in a run event: in JSON, none is longer than 6 bytes."""
@@ -113,9 +116,13 @@ class Evaluation:
 
 def held_out_loss(model: Model, data: Sequence[Datum]) -> float:
     """Return the mean loss per weight over the data, under the weights of this moment."""
-    batches = [data[first : first + _ROWS] for first in range(0, len(data), _ROWS)]
-    sent = [model.forward(batch) for batch in batches]
-    return sum(each.result().loss for each in sent) / weight_of(data)
+    sent: deque[Future[TrainOutput]] = deque()
+    total = 0.0
+    for first in range(0, len(data), _ROWS):
+        sent.append(model.forward(data[first : first + _ROWS]))
+        if len(sent) > _AT_ONCE:
+            total += sent.popleft().result().loss
+    return (total + sum(each.result().loss for each in sent)) / weight_of(data)
 
 
 def metadata_of(losses: HeldOut | None) -> dict[str, str]:

@@ -23,7 +23,7 @@ def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     The seed chooses the held-out rows, at least one. Copies of a row stay together, so that no
     held-out row is trained on. Raises ``TooFewRows`` if there are no two different rows.
     """
-    keys = [repr({**vars(row), "place": ""}) for row in rows.rows]
+    keys = [row.content for row in rows.rows]
     distinct = sorted(set(keys))
     if len(distinct) < 2:
         raise TooFewRows(
@@ -34,7 +34,7 @@ def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     chosen = set(random.Random(f"held out:{seed}").sample(distinct, count))
     trained = [row for row, key in zip(rows.rows, keys, strict=True) if key not in chosen]
     held = [row for row, key in zip(rows.rows, keys, strict=True) if key in chosen]
-    return replace(rows, rows=trained), replace(rows, rows=held, bad=[])
+    return replace(rows, rows=trained), replace(rows, rows=held)
 
 
 def prompt_of(datum: Datum) -> list[int]:

@@ -87,6 +87,8 @@ def plan_of(client: Client, rows: Rows, asked: TrainOptions) -> TrainPlan:
         losses=losses,
         vocabulary=max(2, tokenizer.vocab_size),
     )
+    if held_rows and recipe.eval_file and held_rows.bad:
+        typer.echo(f"bad held-out rows skipped: {len(held_rows.bad)}", err=True)
     _check_goes_on(plan)
     return plan
 

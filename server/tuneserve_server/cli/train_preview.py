@@ -45,7 +45,7 @@ class Preview:
         held_out: int = 0,
     ) -> "Preview":
         rows = data.rows
-        copies = {repr({**vars(row), "place": ""}) for row in rows}
+        copies = {row.content for row in rows}
         tokens = sum(map(len, datums))
         trained = sum(int((each.inputs["weights"] > 0).sum()) for each in datums)
         return cls(
