@@ -272,6 +272,9 @@ def test_the_server_knows_the_configuration_the_losses_and_the_outcome(rows, cli
     verdict = client.run_events(run.training_run_id)[-1]
     assert (verdict.kind, verdict.step, verdict.data["verdict"]) == ("verdict", 4, ended["verdict"])
     assert verdict.data["best_checkpoint"] == ended["best_checkpoint"]
+    shown = ran("runs", "show", "known").stdout
+    assert ended["verdict"] in shown and told[-1]["samples"][0]["completion"].strip() in shown
+    assert f"{told[-1]['held_out_loss']:.4f}" in shown
     ran("train", *options, "--learning-rate", "1e9", "--name", "lost", status=1)
     (lost,) = client.search_runs("lost").training_runs
     assert lost.state == "diverged"
