@@ -7,6 +7,8 @@ import re
 import shlex
 import signal
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -19,7 +21,7 @@ from typer.testing import CliRunner
 from tests import quick_service
 from tuneserve_client import Client, next_token_datum, sft_datum
 from tuneserve_engine.settings.common import TINY_MODEL
-from tuneserve_server.cli import evaluation, training_loop
+from tuneserve_server.cli import evaluation, training_loop, training_run
 from tuneserve_server.cli import main as cli
 from tuneserve_server.cli.local_server import LocalServer
 from tuneserve_server.cli.train_recipe import Recipe
@@ -279,6 +281,29 @@ def test_the_server_knows_the_configuration_the_losses_and_the_outcome(rows, cli
     (lost,) = client.search_runs("lost").training_runs
     assert lost.state == "diverged"
     assert "lower the learning rate" in client.run_events(lost.training_run_id)[-1].data["verdict"]
+
+
+def test_a_run_without_room_for_checkpoints_goes_on_and_says_so(rows, server, monkeypatch):
+    """A tenant may keep one checkpoint, and has one until the run has ended."""
+    monkeypatch.setenv("TUNESERVE_API_KEY", "tml-full")
+    with Client(server.url, "tml-full") as full:
+        model = full.create_model(rank=4)
+        taken = model.save("taken").result()
+        place = ["--data-dir", server.data_dir]
+        tenant = full.run(model.id).model_owner
+        ran("tenants", "set", tenant, "--max-checkpoints", "1", *place)
+        clock = SimpleNamespace(monotonic=time.monotonic)
+        clock.sleep = lambda seconds: full.delete_checkpoint(taken)
+        monkeypatch.setattr(training_run, "time", clock)
+        options = [*QUICK, "--learning-rate", "0.01", "--eval-split", "0.3", "--json"]
+        result = ran("train", rows, *options)
+    told = [json.loads(line) for line in result.stdout.splitlines()]
+    evaluations = [each for each in told if "held_out_loss" in each]
+    assert [each["is_best"] for each in evaluations] == [False, True, True]
+    assert (told[-1]["best_checkpoint"], told[-1]["outcome"]) == (None, "finished")
+    assert result.stderr.count("cannot save the best checkpoint: you have 1 checkpoints") == 2
+    assert all(each["samples"] == [] for each in evaluations)
+    assert result.stderr.count("cannot sample: you have 1 checkpoints") == 3
 
 
 def test_without_evaluation_the_verdict_is_on_the_training_loss(rows):

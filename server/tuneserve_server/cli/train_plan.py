@@ -154,7 +154,7 @@ def _held_out(recipe: Recipe, rows: Rows, tokenizer: Tokenizer, limit: int) -> H
     as_chat = bool(rows.rows[0].messages)
     prompts = [encoded_prompt(each, tokenizer, as_chat=as_chat) for each in recipe.sample_prompts]
     prompts = prompts or [prompt_of(each) for each in data[:_PROMPTS]]
-    longest = max(1, limit - recipe.sample_tokens)
+    longest = limit - min(recipe.sample_tokens, limit // 2)  # the context has room for both
     return HeldOutData(len(rows.rows), data, [each[-longest:] for each in prompts])
 
 
