@@ -66,7 +66,10 @@ def ran(*arguments, status=0):
 
 def trained(*arguments, status=0):
     """The steps, the evaluations and the end of a run, as JSON."""
-    output = ran("train", *arguments, "--json", status=status).stdout
+    return parts(ran("train", *arguments, "--json", status=status).stdout)
+
+
+def parts(output):
     *told, ended = map(json.loads, output.splitlines())
     evaluations = [each for each in told if "held_out_loss" in each]
     return [each for each in told if "loss" in each], evaluations, ended
@@ -197,12 +200,17 @@ def test_a_resumed_run_holds_out_the_same_rows_and_evaluates_the_same(rows, monk
     before = [json.loads(line) for line in stopped.stdout.splitlines()]
     assert (before[-1]["steps_done"], before[-1]["outcome"]) == (4, "stopped")
     (command,) = re.findall(r"continue with: tuneserve train (.*)", stopped.stderr)
-    later, told_later, ended_later = trained(*shlex.split(command))
+    resumed = ran("train", *shlex.split(command), "--json")
+    assert resumed.stderr == ""
+    later, told_later, ended_later = parts(resumed.stdout)
     assert [each["step"] for each in later] == [5, 6, 7, 8]
     both = [each for each in before if "loss" in each] + later
     assert [each["loss"] for each in both] == [each["loss"] for each in steps]
     both = [each for each in before if "held_out_loss" in each] + told_later
     assert both == told
+    other = ran("train", rows, "--resume", ended["checkpoint"], "--eval-split", "0.5", "--dry-run")
+    assert "may have been trained on the rows that are now held out" in other.stderr
+    assert "4 rows, 4 more held out" in other.stdout
     for name in ("verdict", "best_step", "best_loss", "outcome"):
         assert ended_later[name] == ended[name]
 

@@ -67,8 +67,11 @@ def plan_of(client: Client, rows: Rows, asked: TrainOptions) -> TrainPlan:
     held_rows = _read_held_out(recipe, asked)
     if held_rows:
         recipe = replace(recipe, eval_data=held_rows.digest)
-    if not (known and recipe.evaluates and first and recipe.has_held_out_of(known[0])):
+    is_same = known is not None and recipe.has_held_out_of(known[0])
+    if not (is_same and first):
         losses = None
+    if resume and recipe.eval_split is not None and not is_same:
+        typer.echo(f"{resume} may have been trained on the rows that are now held out", err=True)
     if recipe.eval_split is not None:
         rows, held_rows = split(rows, recipe.eval_split, recipe.seed)
     base_model = client.checkpoint_info(resume).base_model if resume else asked.base_model
