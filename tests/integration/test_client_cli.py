@@ -438,7 +438,7 @@ def test_every_command_of_the_page_runs_after_the_others(server, tmp_path, monke
             (path,) = re.findall(r"^saved as (tinker://\S+/weights/colours)$", said, re.M)
             known = {"CHECKPOINT": path, "RUN": path.split("/")[2]}
     used = {arguments.split()[1] for arguments in commands}
-    assert used == {"train", "chat", "runs", "checkpoints", "top", "doctor"}
+    assert used == {"train", "chat", "runs", "checkpoints", "status", "models", "top", "doctor"}
     assert (tmp_path / "pirate" / "adapter_model.safetensors").exists()
 
 

@@ -64,7 +64,11 @@ def print_json_line(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
-def print_table(head: list[str], rows: list[list[str]]) -> None:
+def print_table(head: list[str], rows: list[list[str]], *, empty: str = "") -> None:
+    """Print the rows under a head. Without rows, say ``empty`` on standard error instead."""
+    if not rows and empty:
+        typer.echo(empty, err=True)
+        return
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in [head, *rows]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

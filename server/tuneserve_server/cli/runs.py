@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = application(cls=ListFirst, help="List, show, compare and annotate training runs.")
 
-_HEAD = ["name", "state", "step", "loss", "held out", "duration", "tokens", "created", "id"]
+_HEAD = ["name", "state", "step", "loss", "held out", "duration", "tokens", "created (UTC)", "id"]
 _PAGE = 500
 _NOT_COMPARED = {"name", "config", "checkpoints", "samples"}  # in the head, in rows, too long
 
@@ -78,7 +78,8 @@ def list_runs(  # noqa: PLR0913 - options
     if as_json:
         print_json([each.model_dump(mode="json") for each in runs])
         return
-    print_table(_HEAD, [_row(each) for each in runs])
+    none = "no run fits" if search or state or tag else "no runs; tuneserve train makes one"
+    print_table(_HEAD, [_row(each) for each in runs], empty=none)
 
 
 @app.command("show")
