@@ -77,7 +77,9 @@ def canonical(value: Any) -> Any:
 
 def main() -> None:
     """Run the checks; end with status 1 and the problems if there are any."""
-    problems = [each["error"] for each in lint(CHART, strict=True)["messages"] if each["severity"] > 1]
+    problems = [
+        each["error"] for each in lint(CHART, strict=True)["messages"] if each["severity"] > 1
+    ]
     everything = [plain(), *map(rendered, VARIANTS)]
     for objects in everything:
         for (kind, name), each in objects.items():
