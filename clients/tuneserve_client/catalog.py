@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,7 @@ from tuneserve_client.futures import split_id
 from tuneserve_client.paths import split_path
 from tuneserve_client.peft_archive import AdapterArchive, unpack
 from tuneserve_client.transport import API, Transport
-from tuneserve_client.wire import types
+from tuneserve_client.wire import run_types, types
 
 if TYPE_CHECKING:
     from tuneserve_client.wire.tokenizer import Tokenizer
@@ -77,6 +77,64 @@ class Catalog:
         """Return one training run."""
         path = f"/training_runs/{quote(model_id, safe='')}"
         return await self.transport.ask(types.TrainingRunResponse, "GET", path)
+
+    async def search_runs(  # noqa: PLR0913 - parameters of the query
+        self,
+        text: str = "",
+        *,
+        state: str | None = None,
+        tag: str | None = None,
+        archived: bool | None = False,
+        sort: str = "created",
+        descending: bool = True,
+        limit: int = 50,
+        offset: int = 0,
+    ) -> types.TrainingRunsResponse:
+        """Return a page of the tenant's runs.
+
+        ``text`` is part of a name, an id, a base model, a note or a tag; ``state`` is running,
+        finished, stopped, failed or diverged. ``archived`` None asks for archived runs and others.
+        ``sort`` is created, last_request, name, state, step, loss, held_out_loss, duration, tokens
+        or device. Raises ``InvalidRequest`` for another one.
+        """
+        params: dict[str, str | int] = {
+            "q": text,
+            "archived": "all" if archived is None else str(archived).lower(),
+            "sort": sort,
+            "order": "desc" if descending else "asc",
+            "limit": limit,
+            "offset": offset,
+        }
+        params |= {name: of for name, of in (("state", state), ("tag", tag)) if of is not None}
+        path = "/training_runs/search"
+        return await self.transport.ask(types.TrainingRunsResponse, "GET", path, params=params)
+
+    async def update_run(
+        self, model_id: str, metadata: Mapping[str, str | None]
+    ) -> types.TrainingRunResponse:
+        """Set entries of a run's metadata, or remove those that are None; return the run.
+
+        Entries with a meaning are name, notes, tags (with commas between them), archived ("true"),
+        outcome (finished, stopped or diverged) and config (the JSON of what was asked).
+        """
+        path = f"/training_runs/{quote(model_id, safe='')}"
+        body = run_types.UpdateRunRequest(user_metadata=dict(metadata))
+        return await self.transport.ask(types.TrainingRunResponse, "PATCH", path, body=body)
+
+    async def add_run_event(
+        self, model_id: str, kind: run_types.EventKind, step: int, data: Mapping[str, Any]
+    ) -> run_types.RunEvent:
+        """Keep an event of a run: samples, a verdict or a note, of at most 16 KiB of JSON."""
+        path = f"/training_runs/{quote(model_id, safe='')}/events"
+        body = run_types.RunEventRequest(
+            kind=kind, step=step, data=dict(data), event_id=uuid.uuid4().hex
+        )
+        return await self.transport.ask(run_types.RunEvent, "POST", path, body=body)
+
+    async def run_events(self, model_id: str) -> list[run_types.RunEvent]:
+        """Return the events of a run, oldest first."""
+        path = f"/training_runs/{quote(model_id, safe='')}/events"
+        return (await self.transport.ask(run_types.RunEventsResponse, "GET", path)).events
 
     async def curve(self, model_id: str, after: int = 0) -> list[types.CurvePointResponse]:
         """Return a model's losses and optimizer steps, in the order of its requests."""

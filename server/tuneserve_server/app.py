@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tuneserve_client.wire import types
+from tuneserve_client.wire import run_types, types
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import OpenStore
@@ -45,6 +45,7 @@ from tuneserve_server.routes import (
     listings,
     metrics,
     models,
+    runs,
     sampling,
     sessions,
     tokenizers,
@@ -52,6 +53,7 @@ from tuneserve_server.routes import (
     uploads,
     usage,
 )
+from tuneserve_server.runs.overview import RunOverview
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.store_metrics import StoreMetrics
 from tuneserve_server.transfer.peft_download import Archives
@@ -67,6 +69,7 @@ ROUTERS = (
         sampling,
         futures,
         listings,
+        runs,
         usage,
         downloads,
     ),
@@ -164,7 +167,7 @@ class _Api(FastAPI):
     """
 
     def openapi(self) -> dict[str, Any]:
-        bodies = [*requests_of(types), *requests_of(openai_types)]
+        bodies = [*requests_of(types), *requests_of(run_types), *requests_of(openai_types)]
         return describe(self, bodies)
 
 
@@ -184,6 +187,7 @@ async def _services(
     counted.record_request("body_memory_used_bytes", lambda: body_memory.used)
     counted.record_request("text_memory_used_bytes", lambda: pool.memory.held)
     await authenticator.wants_keys()  # cached now, in case the store is unreachable later
+    live = Dashboard(store, served)
     unused = UnusedFiles(store, files, settings.unused_policy)
     await unused.prove()
     return Services(
@@ -203,7 +207,8 @@ async def _services(
         http_metrics=counted,
         store_metrics=StoreMetrics(store, tenants=settings.tenant_metrics),
         recent=RecentErrors(),
-        live=Dashboard(store, served),
+        live=live,
+        runs=RunOverview(store, live.stats),
         secret=secret,
         authenticator=authenticator,
     )

@@ -46,6 +46,7 @@ from tuneserve_server.http import body
 from tuneserve_server.http.incoming import FREE_BYTES, BodyMemory, Incoming, SentJson
 from tuneserve_server.http.long_polls import LongPolls
 from tuneserve_server.http.metrics import HttpMetrics
+from tuneserve_server.runs.overview import RunOverview
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.store_metrics import StoreMetrics
 from tuneserve_server.transfer.peft_download import Archives
@@ -80,6 +81,7 @@ class Services:
     store_metrics: StoreMetrics
     recent: RecentErrors
     live: Dashboard
+    runs: RunOverview
     secret: bytes
     authenticator: Authenticator
 
@@ -97,15 +99,15 @@ class Caller(Services):
             raise StoreCorrupt
         self.disk.check()
 
-    async def owned(self, record_type: type[R], key: str) -> R:
-        """Return the caller's record.
+    async def owned(self, record_type: type[R], key: str, *, anyones: bool = False) -> R:
+        """Return the caller's record, or that of any tenant with ``anyones``.
 
         Raises the same ``UnknownResource`` for a record that is missing, expired or another
         tenant's.
         """
         record = await self.store.get_record(record_type, key)
         expired = isinstance(record, CheckpointRecord) and record.has_expired(time.time())
-        if record is None or record.tenant != self.tenant or expired:
+        if record is None or expired or not (anyones or record.tenant == self.tenant):
             raise UnknownResource(
                 f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not "
                 f"yours: {key[:256]} (your tenant: {self.tenant})"

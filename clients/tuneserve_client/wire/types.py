@@ -501,6 +501,7 @@ class CheckpointsResponse(Response):
 
 class TrainingRunResponse(Response):
     training_run_id: str
+    name: str | None = Field(default=None, description="Its own, else its client's.")
     base_model: str
     model_owner: str
     is_lora: bool = True
@@ -522,6 +523,28 @@ class TrainingRunResponse(Response):
     last_checkpoint: CheckpointResponse | None = None
     last_sampler_checkpoint: CheckpointResponse | None = None
     user_metadata: dict[str, str] | None = None
+    state: str = Field(
+        default="running",
+        description="`running`, `finished`, `stopped`, `failed` or `diverged` (its loss, as its "
+        "training loop reported).",
+    )
+    step: int | None = Field(default=None, description="The newest optimizer step, from 1.")
+    steps: int | None = Field(
+        default=None, description="The number of steps that were asked for, if they are known."
+    )
+    loss: float | None = Field(
+        default=None, description="The mean loss of the gradients of the newest step."
+    )
+    held_out_loss: float | None = Field(
+        default=None, description="The mean loss of the newest forward passes without gradients."
+    )
+    best_held_out_loss: float | None = None
+    best_step: int | None = Field(default=None, description="The step with the best held-out loss.")
+    duration_s: float | None = Field(
+        default=None, description="From the creation to the newest request; to now while running."
+    )
+    tokens: int | None = Field(default=None, description="The number of trained tokens.")
+    device_s: float | None = Field(default=None, description="The device time of all requests.")
 
 
 class TrainingRunsResponse(Response):

@@ -62,6 +62,20 @@ class ModelRecord:
     status: ModelStatus = ModelStatus.CREATING
     diverged: bool = False  # a replay gave another result than the one that the client has
     user_metadata: dict[str, str] = field(default_factory=dict)
+    ended: str | None = None  # the reason for which its session has ended
+
+
+@dataclass(frozen=True)
+class RunEventRecord:
+    """Something that a training loop, or a person, noted about a model."""
+
+    key: str  # <model>:event:<id>
+    tenant: str
+    parent: str  # model
+    kind: str
+    step: int
+    created_s: float
+    data: str  # JSON
 
 
 @dataclass(frozen=True)
@@ -170,6 +184,7 @@ class TenantRecord:
 Record = (
     SessionRecord
     | ModelRecord
+    | RunEventRecord
     | SamplerRecord
     | CheckpointRecord
     | DirectoryRecord
@@ -180,6 +195,7 @@ Record = (
 RECORD_TYPES: dict[str, type[Record]] = {
     "session": SessionRecord,
     "model": ModelRecord,
+    "run_event": RunEventRecord,
     "sampler": SamplerRecord,
     "checkpoint": CheckpointRecord,
     "directory": DirectoryRecord,

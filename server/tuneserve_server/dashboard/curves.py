@@ -1,7 +1,7 @@
 """The curves that the dashboard draws: a row for each optimizer step of a model."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -76,8 +76,21 @@ class Curve:
             self._stride *= 2
 
 
-class CurveReader:
-    """The reader of a model's curve; it knows when the store may have more than was read.
+class Points(Protocol):
+    """A summary of a curve that grows point by point; ``position`` is that of the newest."""
+
+    position: int
+
+    def add_points(self, points: Iterable[CurvePoint]) -> None:
+        """Add the points after the newest known point; the others are known."""
+        ...
+
+
+P = TypeVar("P", bound=Points)
+
+
+class CurveReader(Generic[P]):
+    """The reader of a model's curve into ``curve``; it knows when the store may have more.
 
     There may be more from the time a request was accepted, which the model's record holds, until a
     later moment at which the model's tenant had nothing unfinished. Meanwhile, the longer nothing
@@ -85,14 +98,14 @@ class CurveReader:
     wait behind a gap.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.curve = Curve()
+    def __init__(self, curve: P, clock: Callable[[], float]) -> None:
+        self.curve = curve
         self._clock = clock
         self._last_request_s: float | None = None  # by the store's clock
         self._is_whole = False
         self._news_s = self._read_s = 0.0
 
-    async def go_on(self, store: Store, model: ModelRecord, idle_s: float) -> Curve:
+    async def go_on(self, store: Store, model: ModelRecord, idle_s: float) -> P:
         """Return the curve, after reading on if there may be more of it.
 
         At ``idle_s`` the model's tenant had nothing unfinished.

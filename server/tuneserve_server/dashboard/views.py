@@ -45,7 +45,7 @@ class Dashboard:
         self._clock = clock
         self._viewers: Counter[str] = Counter()
         self._views: OrderedDict[str | None, CachedQuery[DashboardState]] = OrderedDict()
-        self._curves: OrderedDict[str, CurveReader] = OrderedDict()
+        self._curves: OrderedDict[str, CurveReader[Curve]] = OrderedDict()
         self._names: OrderedDict[str, str] = OrderedDict()
         self._worked = Rates(clock)
         self.stats = CachedQuery(lambda: store.stats(), _STATS_S, clock)
@@ -112,7 +112,7 @@ class Dashboard:
         runs = [_run(each, await self._name(each.parent)) for each in models]
         curves = {}
         for each in models:
-            reading = _kept(self._curves, each.key, lambda: CurveReader(self._clock))
+            reading = _kept(self._curves, each.key, lambda: CurveReader(Curve(), self._clock))
             idle_s = -math.inf if stats.unfinished.get(each.tenant) else asked_s
             curves[each.key] = await reading.go_on(self._store, each, idle_s)
         return runs, curves

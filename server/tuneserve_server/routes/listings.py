@@ -1,4 +1,4 @@
-"""The routes that list sessions, models and checkpoints, and manage checkpoints."""
+"""The routes that list sessions and checkpoints, and manage checkpoints."""
 
 import re
 import time
@@ -17,7 +17,6 @@ from tuneserve_engine.core.records import (
     CheckpointKind,
     CheckpointRecord,
     ModelRecord,
-    ModelStatus,
     SamplerRecord,
     SessionRecord,
     Update,
@@ -37,7 +36,7 @@ from tuneserve_server.transfer import peft_download
 
 router = APIRouter()
 
-_MOST_LISTED = 1000
+MOST_LISTED = 1000
 _TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
     CheckpointKind.TRAINING: "training",
     CheckpointKind.SAMPLER: "sampler",
@@ -53,7 +52,7 @@ def _time(unix_s: float) -> datetime:
     return datetime.fromtimestamp(unix_s, UTC)
 
 
-def _checkpoint_body(checkpoint: CheckpointRecord) -> types.CheckpointResponse:
+def checkpoint_body(checkpoint: CheckpointRecord) -> types.CheckpointResponse:
     return types.CheckpointResponse(
         checkpoint_id=f"{checkpoint.kind.value}/{checkpoint.name}",
         checkpoint_type=_TYPES[checkpoint.kind],
@@ -66,7 +65,7 @@ def _checkpoint_body(checkpoint: CheckpointRecord) -> types.CheckpointResponse:
     )
 
 
-def _live(checkpoints: list[CheckpointRecord]) -> list[CheckpointRecord]:
+def live(checkpoints: list[CheckpointRecord]) -> list[CheckpointRecord]:
     """Return the checkpoints that have not expired; the next sweep removes the others."""
     now_s = time.time()
     return [c for c in checkpoints if not c.has_expired(now_s)]
@@ -84,52 +83,6 @@ def _known_to(request: Request, checkpoints: list[CheckpointRecord]) -> list[Che
     return [each for each in checkpoints if each.kind is not CheckpointKind.EXTERNAL]
 
 
-async def _run_body(caller: Caller, model: ModelRecord) -> types.TrainingRunResponse:
-    page = await caller.store.page_of_records(
-        CheckpointRecord, tenant=caller.tenant, parent=model.key
-    )
-    newest: dict[CheckpointKind, types.CheckpointResponse] = {}
-    for checkpoint in _live(page.items):
-        newest.setdefault(checkpoint.kind, _checkpoint_body(checkpoint))
-    return types.TrainingRunResponse(
-        training_run_id=model.key,
-        base_model=model.base_model,
-        model_owner=model.tenant,
-        corrupted=model.status in (ModelStatus.FAILED, ModelStatus.LOST) or model.diverged,
-        diverged=model.diverged,
-        lora_rank=model.config.rank,
-        adapter=model.config.kind,
-        status=model.status.value,
-        created=_time(model.created_s),
-        last_request_time=_time(model.last_request_s),
-        last_checkpoint=newest.get(CheckpointKind.TRAINING),
-        last_sampler_checkpoint=newest.get(CheckpointKind.SAMPLER),
-        user_metadata=model.user_metadata,
-    )
-
-
-@router.get("/training_runs", response_model=types.TrainingRunsResponse)
-async def list_training_runs(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
-    """List the caller's models, newest first."""
-    limit = min(limit, _MOST_LISTED)
-    page = await caller.store.page_of_records(
-        ModelRecord, tenant=caller.tenant, limit=limit, offset=offset
-    )
-    runs = [await _run_body(caller, model) for model in page.items]
-    cursor = types.Cursor(offset=offset, limit=limit, total_count=page.total)
-    return reply(types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
-
-
-@router.get(
-    "/training_runs/{model_id}",
-    response_model=types.TrainingRunResponse,
-    responses=fails(UnknownResource),
-)
-async def get_training_run(model_id: str, caller: CallerDep) -> Response:
-    """Return one model."""
-    return reply(await _run_body(caller, await caller.owned(ModelRecord, model_id)))
-
-
 @router.get(
     "/training_runs/{model_id}/checkpoints",
     response_model=types.CheckpointsResponse,
@@ -142,7 +95,7 @@ async def list_model_checkpoints(request: Request, model_id: str, caller: Caller
     )
     if not page.items:
         await caller.owned(ModelRecord, model_id)
-    checkpoints = [_checkpoint_body(c) for c in _known_to(request, _live(page.items))]
+    checkpoints = [checkpoint_body(c) for c in _known_to(request, live(page.items))]
     return reply(types.CheckpointsResponse(checkpoints=checkpoints))
 
 
@@ -151,13 +104,13 @@ async def list_checkpoints(
     request: Request, caller: CallerDep, limit: Limit = 100, offset: Offset = 0
 ) -> Response:
     """List the caller's checkpoints of all models, newest first."""
-    limit = min(limit, _MOST_LISTED)
+    limit = min(limit, MOST_LISTED)
     page = await caller.store.page_of_records(
         CheckpointRecord, tenant=caller.tenant, limit=limit, offset=offset
     )
     return reply(
         types.CheckpointsResponse(
-            checkpoints=[_checkpoint_body(c) for c in _known_to(request, _live(page.items))],
+            checkpoints=[checkpoint_body(c) for c in _known_to(request, live(page.items))],
             cursor=types.Cursor(offset=offset, limit=limit, total_count=page.total),
         )
     )
@@ -262,7 +215,7 @@ def _links(
 async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
     """List the caller's sessions, newest first."""
     page = await caller.store.page_of_records(
-        SessionRecord, tenant=caller.tenant, limit=min(limit, _MOST_LISTED), offset=offset
+        SessionRecord, tenant=caller.tenant, limit=min(limit, MOST_LISTED), offset=offset
     )
     return reply(types.SessionsResponse(sessions=[session.key for session in page.items]))
 
@@ -271,14 +224,14 @@ async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0
     "/sessions/{session_id}", response_model=types.SessionResponse, responses=fails(UnknownResource)
 )
 async def get_session(
-    session_id: str, caller: CallerDep, limit: Limit = _MOST_LISTED, offset: Offset = 0
+    session_id: str, caller: CallerDep, limit: Limit = MOST_LISTED, offset: Offset = 0
 ) -> Response:
     """Return a session's models and sampling sessions, each newest first.
 
     Returns up to 1,000 of each, starting at ``offset``.
     """
     session = await caller.owned(SessionRecord, session_id)
-    window = {"limit": min(limit, _MOST_LISTED), "offset": offset}
+    window = {"limit": min(limit, MOST_LISTED), "offset": offset}
     models = await caller.store.page_of_records(
         ModelRecord, tenant=caller.tenant, parent=session.key, **window
     )

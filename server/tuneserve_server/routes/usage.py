@@ -51,10 +51,10 @@ async def curve(model_id: str, caller: CallerDep, after: After = 0) -> Response:
     """Return the losses and optimizer steps of a model, in the order of its requests."""
     model = await caller.owned(ModelRecord, model_id)
     points = await caller.store.curve(model.key, after=after)
-    return reply(types.CurveResponse(points=[_point(each) for each in points]))
+    return reply(types.CurveResponse(points=[point_body(each) for each in points]))
 
 
-def _point(point: CurvePoint) -> types.CurvePointResponse:
+def point_body(point: CurvePoint) -> types.CurvePointResponse:
     return types.CurvePointResponse(
         kind=point.kind,
         seq_id=point.position,

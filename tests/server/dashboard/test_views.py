@@ -219,8 +219,10 @@ async def test_a_key_sees_its_tenant_and_an_admin_key_sees_all(
 async def test_an_admin_key_can_only_look(watched: Any, operator: Operator, at_once: None) -> None:
     looking = await operator.key(scopes=["admin"])
     paths = ["/training_runs", "/checkpoints", "/usage", "/sessions", "/training_runs/x/curve"]
-    for path in paths:
-        answer = await watched.call("GET", path, key=looking)
+    calls = [("GET", path) for path in paths]
+    calls += [("PATCH", "/training_runs/x"), ("POST", "/training_runs/x/events")]
+    for method, path in calls:
+        answer = await watched.call(method, path, key=looking)
         assert (answer.status_code, answer.json()["code"]) == (403, "scope_missing"), path
     assert (await watched.call("GET", "/live", key=None)).status_code == 401
 

@@ -32,7 +32,7 @@ def end_session(tx: Transaction, key: str, reason: str, most: int) -> int:
         done += recordings.end_session(tx, key, most - done)
     for (body,) in tx.execute(_ALIVE, key, most - done).fetchall():
         model = msgspec.json.decode(body, type=ModelRecord)
-        records.put_record(tx, replace(model, status=ModelStatus.ENDED))
+        records.put_record(tx, replace(model, status=ModelStatus.ENDED, ended=reason))
         end_jobs_of(tx, model.key, refusals.gap_at_end(key, reason), states=("held",))
         use_up(tx, model.key)
         _unload(tx, model)

@@ -61,5 +61,6 @@ def _forget_model(tx: Transaction, model_id: str) -> bool:
         return False
     for table in ("lanes", "curves", "curve_points", "points"):
         tx.execute(f"DELETE FROM {table} WHERE model_id = ?", model_id)
+    tx.execute("DELETE FROM records WHERE type = 'run_event' AND parent = ?", model_id)
     records.delete_record(tx, ModelRecord, model_id)
     return True

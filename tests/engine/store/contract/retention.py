@@ -20,6 +20,7 @@ from tuneserve_engine.core.records import (
     ModelRecord,
     ModelStatus,
     Record,
+    RunEventRecord,
     SamplerRecord,
     SessionRecord,
     Update,
@@ -42,6 +43,10 @@ async def refused(bench: Bench, new: Record) -> tuple[str, int] | None:
     return None
 
 
+def event(model_id: str) -> RunEventRecord:
+    return RunEventRecord(f"{model_id}:event:0", "alice", model_id, "note", 3, START_S, "{}")
+
+
 async def sweep(bench: Bench, days: float) -> None:
     """Sweep this many days after the start."""
     bench.clock.now_s = START_S + days * DAY_S
@@ -50,7 +55,9 @@ async def sweep(bench: Bench, days: float) -> None:
 
 async def left(bench: Bench) -> set[str]:
     """The keys of all records that belong to sessions."""
-    kinds: tuple[type[Record], ...] = (SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord)
+    kinds: tuple[type[Record], ...] = (
+        *(SessionRecord, ModelRecord, RunEventRecord, SamplerRecord, CheckpointRecord),
+    )
     pages = [await bench.store.page_of_records(kind) for kind in kinds]
     return {record.key for page in pages for record in page.items}
 
@@ -121,17 +128,18 @@ class RetentionContract(Contract):
             await bench.store.put_record(session(key))
             await bench.store.submit(create(f"{key}:train:0"), model(f"{key}:train:0"))
             await bench.store.put_record(sampler(f"{key}:sample:0"))
+            await bench.store.put_record(event(f"{key}:train:0"))
         point = CurvePoint("optim_step", 0, loss_sum=0.5)
         taken = await bench.take()
         await bench.finish(*(Outcome(each.request_id, point=point) for each in taken))
         await bench.store.end_session("s", "success")
         await unload(bench)
-        of_t = {"t", "t:train:0", "t:sample:0"}
+        of_t = {"t", "t:train:0", "t:train:0:event:0", "t:sample:0"}
         await bench.store.update_record(
             Update("session", "t", {"last_seen_s": START_S + 29 * DAY_S})
         )
         await sweep(bench, 30)
-        assert await left(bench) == {"s", "s:train:0"} | of_t
+        assert await left(bench) == {"s", "s:train:0", "s:train:0:event:0"} | of_t
         assert len(await bench.store.curve("s:train:0")) == 1
         await sweep(bench, 30.1)
         assert await left(bench) == of_t

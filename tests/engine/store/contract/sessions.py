@@ -49,6 +49,7 @@ class SessionsContract(Contract):
         assert await bench.store.get_record(SessionRecord, "s") == session(ended="success")
         stored = await bench.store.get_record(ModelRecord, "s:train:0")
         assert stored is not None and stored.status is ModelStatus.ENDED
+        assert stored.ended == "success"
         assert await bench.store.get_record(ModelRecord, "t:train:0") == model("t:train:0")
         assert await bench.store.get_record(SamplerRecord, sampler().key) is None
         assert await bench.store.get_record(CheckpointRecord, checkpoint().key) == checkpoint()

@@ -29,7 +29,7 @@ records.put('session', key, { 'ended', reason })
 for _, model in ipairs(records.under('model', parent)) do
   local its = models[model]
   if is_alive(call('HGET', record_key('model', model), 'status')) then
-    records.put('model', model, { 'status', '"ended"' })
+    records.put('model', model, { 'status', '"ended"', 'ended', reason })
     jobs.finish_all(model, its.held, true)
   end
   local lane = call('HMGET', lane_key(model), 'worker', 'jobs', 'base')

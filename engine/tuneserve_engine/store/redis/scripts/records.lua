@@ -161,6 +161,9 @@ function records.forget_model(model)
   end
   call('DEL', lane_key(model), points_key(model), points_seen_key(model))
   call('SREM', P .. 'pointed', model)
+  for _, event in ipairs(records.under('run_event', its[2])) do
+    records.delete('run_event', event)
+  end
   records.delete('model', model)
   return true
 end

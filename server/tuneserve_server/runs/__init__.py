@@ -1,0 +1,1 @@
+"""Training runs as people look at them: their states, progress, names and notes."""

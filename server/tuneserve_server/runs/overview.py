@@ -1,0 +1,188 @@
+"""Runs with their states and figures: one page of them, or those that a search finds."""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tuneserve_engine.core.records import ModelRecord, ModelStatus
+from tuneserve_engine.core.usage import TenantUsage, Totals
+from tuneserve_engine.store.base import Store, StoreStats
+from tuneserve_server.dashboard.curves import CurveReader
+from tuneserve_server.runs.names import RunNames, is_archived, tags_of
+from tuneserve_server.runs.progress import Progress
+from tuneserve_server.ttl_cache import CachedQuery
+
+State = Literal["running", "finished", "stopped", "failed", "diverged"]
+Sort = Literal[
+    "created",
+    "last_request",
+    "name",
+    "state",
+    "step",
+    "loss",
+    "held_out_loss",
+    "duration",
+    "tokens",
+    "device",
+]
+_USAGE_S = 3.0  # it is a sum over all days
+_KEPT = 4096  # curves
+_TENANTS = 1024
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A model with what is known about its run. ``name`` may be empty."""
+
+    model: ModelRecord
+    name: str
+    state: State
+    duration_s: float
+    total: Totals
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class RunQuery:
+    """The wanted runs. ``text`` is part of a name, an id, a base model, a note or a tag.
+
+    ``archived`` None asks for the others too.
+    """
+
+    text: str = ""
+    state: State | None = None
+    tag: str | None = None
+    archived: bool | None = False
+    sort: Sort = "created"
+    descending: bool = True
+    limit: int = 50
+    offset: int = 0
+
+
+class RunOverview:
+    """The runs of a store, with their progress kept from one question to the next."""
+
+    def __init__(
+        self,
+        store: Store,
+        stats: CachedQuery[StoreStats],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._stats = stats
+        self._clock = clock
+        self._names = RunNames(store)
+        self._usage: OrderedDict[str | None, CachedQuery[Sequence[TenantUsage]]] = OrderedDict()
+        self._readers: OrderedDict[str, CurveReader[Progress]] = OrderedDict()
+
+    async def describe(self, models: Sequence[ModelRecord], tenant: str | None) -> list[RunSummary]:
+        """Return the summaries of models of the tenant, or of any tenant for None, in order."""
+        totals = await self._totals(tenant)
+        return [
+            RunSummary(
+                model,
+                await self._names.name_of(model),
+                state_of(model),
+                _duration_s(model, time.time()),
+                totals.get((model.tenant, model.key), Totals()),
+                await self._progress(model),
+            )
+            for model in models
+        ]
+
+    async def search(self, query: RunQuery, tenant: str | None) -> tuple[list[RunSummary], int]:
+        """Return a page of the runs that the query is about, and the number of all of them.
+
+        Runs without the figure that they are sorted by come last.
+        """
+        page = await self._store.page_of_records(ModelRecord, tenant=tenant)
+        names = {each.key: await self._names.name_of(each) for each in page.items}
+        found = [each for each in page.items if _fits(each, names[each.key], query)]
+        window = slice(query.offset, query.offset + query.limit)
+        if query.sort in _BY_RECORD:
+            by = _BY_RECORD[query.sort]
+            found.sort(key=lambda each: by(each, names[each.key]), reverse=query.descending)
+            return await self.describe(found[window], tenant), len(found)
+        described = await self.describe(found, tenant)
+        figure = _BY_SUMMARY[query.sort]
+        known = [each for each in described if figure(each) is not None]
+        known.sort(key=lambda each: figure(each) or 0.0, reverse=query.descending)
+        unknown = [each for each in described if figure(each) is None]
+        return (known + unknown)[window], len(found)
+
+    async def _totals(self, tenant: str | None) -> dict[tuple[str, str], Totals]:
+        """Return the usage of each model, by tenant and model."""
+        if tenant not in self._usage:
+            self._usage[tenant] = CachedQuery(
+                lambda: self._store.usage(tenant), _USAGE_S, self._clock
+            )
+            if len(self._usage) > _TENANTS:
+                self._usage.popitem(last=False)
+        self._usage.move_to_end(tenant)
+        return {
+            (used.tenant, name): total
+            for used in await self._usage[tenant].get()
+            for name, total in used.by_model.items()
+        }
+
+    async def _progress(self, model: ModelRecord) -> Progress:
+        if model.key not in self._readers:
+            self._readers[model.key] = CurveReader(Progress(), self._clock)
+            if len(self._readers) > _KEPT:
+                self._readers.popitem(last=False)
+        self._readers.move_to_end(model.key)
+        reader = self._readers[model.key]
+        asked_s, stats = await self._stats.dated()
+        idle_s = -math.inf if stats.unfinished.get(model.tenant) else asked_s
+        return await reader.go_on(self._store, model, idle_s)
+
+
+def state_of(model: ModelRecord) -> State:
+    """Return the state of a run: as its training loop said, else as its session ended."""
+    if model.status in (ModelStatus.FAILED, ModelStatus.LOST):
+        return "failed"
+    outcome = model.user_metadata.get("outcome")
+    for known in ("finished", "stopped", "diverged"):
+        if outcome == known:
+            return known
+    if model.status is not ModelStatus.ENDED:
+        return "running"
+    return "finished" if model.ended in (None, "success") else "stopped"
+
+
+def _duration_s(model: ModelRecord, now_s: float) -> float:
+    end_s = now_s if state_of(model) == "running" else model.last_request_s
+    return max(end_s - model.created_s, 0.0)
+
+
+def _fits(model: ModelRecord, name: str, query: RunQuery) -> bool:
+    if query.archived is not None and is_archived(model) is not query.archived:
+        return False
+    if query.state is not None and state_of(model) != query.state:
+        return False
+    tags = tags_of(model)
+    if query.tag is not None and query.tag not in tags:
+        return False
+    notes = model.user_metadata.get("notes", "")
+    texts = (name, model.key, model.base_model, model.config.kind, model.tenant, notes, *tags)
+    wanted = query.text.casefold().strip()
+    return any(wanted in each.casefold() for each in texts)
+
+
+_BY_RECORD: dict[str, Callable[[ModelRecord, str], tuple[str | float, ...]]] = {
+    "created": lambda model, _: (model.created_s,),
+    "last_request": lambda model, _: (model.last_request_s,),
+    "name": lambda model, name: (name.casefold(), model.created_s),
+    "state": lambda model, _: (state_of(model), model.created_s),
+    "duration": lambda model, _: (_duration_s(model, time.time()),),
+}
+_BY_SUMMARY: dict[str, Callable[[RunSummary], float | None]] = {
+    "step": lambda run: run.progress.step,
+    "loss": lambda run: run.progress.loss,
+    "held_out_loss": lambda run: run.progress.held_out_loss,
+    "tokens": lambda run: run.total.trained_tokens,
+    "device": lambda run: run.total.device_s,
+}
