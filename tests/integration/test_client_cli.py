@@ -24,7 +24,7 @@ from tests import quick_service
 from tuneserve_client import Client, next_token_datum
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli import main as cli
-from tuneserve_server.cli import training_run
+from tuneserve_server.cli import training_loop, training_run
 from tuneserve_server.cli.local_server import LocalServer, free_port
 from tuneserve_server.cli.train_view import Lines
 
@@ -196,7 +196,7 @@ def test_an_interrupted_run_continues_with_the_same_options(server, tmp_path, mo
     mine = ["--save", "cut", "--export", "out", "--url", server.url]
     with monkeypatch.context() as patched:
         patched.setattr(Lines, "show", interrupted)
-        patched.setattr(training_run, "_AHEAD", 0)
+        patched.setattr(training_loop, "_AHEAD", 0)
         ran = CliRunner().invoke(cli.app, [*map(str, wanted), *mine, "--json"])
     assert ran.exit_code == 130, ran.output
     *before, saved = lines(ran.stdout)
