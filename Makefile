@@ -12,8 +12,8 @@ PATHS := clients server engine tests examples benchmarks scripts
 # Where it is set, every process compiles hundreds of modules again, which takes seconds per start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest \
-	gpu-compile gpu-programs gpu-ceilings gpu-meshes gpu-plan lint fix bench compat newcomer proto reference redis-server chromium clean
+.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest test-docker \
+	gpu-compile gpu-programs gpu-ceilings gpu-meshes gpu-plan lint fix bench compat newcomer proto reference docs redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
@@ -58,6 +58,9 @@ test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted 
 
 test-newest: .newest/stamp redis-server  ## Tests on the newest JAX, which needs Python 3.12; make test-newest ARGS=tests/engine
 	.newest/bin/pytest -m "not nightly" $(TOGETHER) $(or $(ARGS),tests/engine tests/parity tests/server tests/client)
+
+test-docker: .venv/dev.stamp  ## Builds and starts the containers, and kills a worker in its own; needs a Docker engine
+	$(BIN)/python -m scripts.check_containers
 
 gpu-compile: gpu-programs $(if $(ARGS),,gpu-ceilings gpu-meshes)  ## The programs for an H200, compiled without one; ARGS=--full
 
@@ -112,6 +115,9 @@ newcomer: .venv/dev.stamp  ## The README's three commands in a fresh clone, inst
 proto: .venv/dev.stamp  ## Regenerates the protobuf module
 	cd clients && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
 		tuneserve_client/wire/proto/wire.proto
+
+docs: .venv/dev.stamp  ## Builds the documentation site into docs/_build/html; a dead link is an error
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html -d docs/_build/doctrees docs docs/_build/html
 
 reference: .venv/dev.stamp  ## Writes docs/reference.md from the routes
 	$(BIN)/python scripts/api_reference.py

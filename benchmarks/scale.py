@@ -98,10 +98,15 @@ class Seen:
     failed: int = 0
 
 
+_SEED_STRIDE = 1_000_000  # more than there are tenants
+
+
 class ModelTenant:
     """One tenant with one model."""
 
-    def __init__(self, service: VirtualService, number: int, kind: str, seen: Seen) -> None:
+    def __init__(
+        self, service: VirtualService, number: int, kind: str, seen: Seen, seed: int
+    ) -> None:
         self._service = service
         self._kind = kind
         self._habit = HABITS[kind]
@@ -109,7 +114,7 @@ class ModelTenant:
         self._name = f"{kind}-{number}"
         self._session = f"s-{number}"
         self._model = f"{self._session}:train:0"
-        self._draw = random.Random(number)
+        self._draw = random.Random(number + seed * _SEED_STRIDE)
         self._position = self._samplers = 0
 
     async def play(self, begins_s: float) -> None:
@@ -175,17 +180,24 @@ class ModelTenant:
 
 
 def simulate(
-    service: VirtualService, tenants: Mapping[str, int], seconds: float, ramp_s: float = RAMP_S
+    service: VirtualService,
+    tenants: Mapping[str, int],
+    seconds: float,
+    ramp_s: float = RAMP_S,
+    seed: int = 0,
 ) -> Seen:
-    """Run so many tenants of each kind, which arrive in the first ``ramp_s`` seconds."""
-    seen, draw = Seen(), random.Random(1)
+    """Run so many tenants of each kind, which arrive in the first ``ramp_s`` seconds.
+
+    The seed chooses the moments at which they arrive, and how long they think.
+    """
+    seen, draw = Seen(), random.Random(1 + seed)
 
     async def run() -> None:
         await service.start()
         kinds = [kind for kind, count in tenants.items() for _ in range(count)]
         playing = [
             asyncio.create_task(
-                ModelTenant(service, number, kind, seen).play(draw.random() * ramp_s)
+                ModelTenant(service, number, kind, seen, seed).play(draw.random() * ramp_s)
             )
             for number, kind in enumerate(kinds)
         ]
@@ -308,6 +320,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="Virtual seconds.")
     parser.add_argument("--slow", type=float, default=0.25, help="Share of slow devices.")
     parser.add_argument("--deaths", type=float, default=60.0, help="Mean seconds between deaths.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the tenants' habits.")
     parser.add_argument("--plots", type=Path, help="Draw the plots into this file.")
     parser.add_argument("--dry-run", action="store_true", help="Do not store the tables.")
     asked = parser.parse_args()
@@ -316,14 +329,14 @@ def main() -> None:
     alone = Seen()
     for kind in (FAST, SLOW):
         service = VirtualService([kind] * asked.workers)
-        seen = simulate(service, {"light": asked.workers}, asked.seconds, RAMP_S)
+        seen = simulate(service, {"light": asked.workers}, asked.seconds, seed=asked.seed)
         alone.waits |= seen.waits
     kinds = kinds_of(asked.workers, asked.slow)
     tenants = {name: round(habit.share * asked.tenants) for name, habit in HABITS.items()}
     tables, figures, runs = "", {}, []
     for deaths_s in (0.0, asked.deaths):
         service = VirtualService(kinds, deaths_s=deaths_s)
-        seen = simulate(service, tenants, asked.seconds, RAMP_S)
+        seen = simulate(service, tenants, asked.seconds, seed=asked.seed)
         runs.append(seen)
         name = "while workers die" if deaths_s else "at scale"
         about = (

@@ -6,9 +6,12 @@ FROM python:${PYTHON} AS build
 WORKDIR /src
 COPY LICENSE pyproject.toml README.md ./
 COPY requirements requirements
+COPY scripts/wheel_documentation.py scripts/wheel_documentation.py
 COPY clients/tuneserve_client clients/tuneserve_client
 COPY engine/tuneserve_engine engine/tuneserve_engine
 COPY server/tuneserve_server server/tuneserve_server
+# The documentation site, if `make docs` has built it: the pattern may match nothing.
+COPY doc[s]/_build/html docs/_build/html
 # pip checks every package from a registry against the hashes in requirements/. Building our own
 # wheel downloads nothing more.
 RUN python -m venv /opt/build \

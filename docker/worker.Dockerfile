@@ -11,6 +11,7 @@ ARG EXTRA=engine
 WORKDIR /src
 COPY LICENSE pyproject.toml README.md ./
 COPY requirements requirements
+COPY scripts/wheel_documentation.py scripts/wheel_documentation.py
 COPY clients/tuneserve_client clients/tuneserve_client
 COPY engine/tuneserve_engine engine/tuneserve_engine
 COPY server/tuneserve_server server/tuneserve_server

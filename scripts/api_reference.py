@@ -58,6 +58,7 @@ SECTIONS = {
     "Runs and usage": ("training_runs", "usage", "live"),
     "OpenAI-compatible": ("v1",),
     "Dashboard": ("", "page"),
+    "Documentation": ("docs",),
 }
 SAID = {
     "base_model": "tuneserve/tiny",

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MADE_TO_EXPORT = {"name": "export", "archived": "true"}
 _EXPORT_NEEDED = "export_needed"
 _SAMPLER_ID = re.compile(r"s-\w+:sample:\d+")
 
@@ -224,7 +225,8 @@ class AsyncClient(Catalog):
 
         The folder is created if it is missing. A download creates no training run, with one
         exception: only a worker can convert a training checkpoint of kind ``osft``. This method
-        then loads a model from it, exports the model, and deletes the export again.
+        then loads a model from it, exports the model, deletes the export again, and leaves the
+        model's run in the archive.
         """
         folder = Path(folder)
         try:
@@ -232,7 +234,7 @@ class AsyncClient(Catalog):
         except InvalidRequest as error:
             if error.code != _EXPORT_NEEDED:
                 raise
-        model = await self.load_model(path, optimizer=False)
+        model = await self.load_model(path, optimizer=False, user_metadata=_MADE_TO_EXPORT)
         name = f"{split_path(path)[2][:100]}-{uuid.uuid4().hex[:8]}"
         exported = await model.export(name, ttl_s=3600)
         try:

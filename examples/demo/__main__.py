@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
@@ -22,6 +23,7 @@ from tasks import HELD_OUT, TASKS, Task, prompt
 from tinker import types
 
 from tuneserve_server.cli.local_server import LocalServer
+from tuneserve_server.cli.readiness import health_of
 
 STEPS, BATCH, RANK, LEARNING_RATE = 48, 4, 16, 2e-3
 
@@ -50,6 +52,7 @@ def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
     with tinker.ServiceClient(base_url=url, api_key=f"tml-{task.name}") as service:
         trainer = service.create_lora_training_client(base_model, rank=RANK, seed=0).result()
         tokenizer = trainer.get_tokenizer()
+        view.say(task.name, "asking the base model")
         before = service.create_sampling_client(base_model=base_model).result()
         view.before(task.name, [sample(before, tokenizer, q) for q in HELD_OUT])
         examples = task.examples(seed=0)
@@ -61,6 +64,16 @@ def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
             view.step(task.name, gradient.result().metrics["loss:sum"] / weight)
         after = trainer.save_weights_and_get_sampling_client().result()
         view.after(task.name, [sample(after, tokenizer, q) for q in HELD_OUT])
+
+
+def tell_compilation(url: str, view: demo_view.View, ended: threading.Event) -> None:
+    """Show how far the worker's compilation is, until it or the demo has ended."""
+    while not ended.wait(0.5):
+        models = health_of(url).get("base_models", [])
+        warming = models[0].get("warming", "") if models else ""
+        view.compiling(warming)
+        if models and not warming:
+            return
 
 
 def shared_passes(log: Path) -> tuple[int, int]:
@@ -76,10 +89,16 @@ def main() -> None:
         view = demo_view.View([(task.name, task.description) for task in TASKS], STEPS)
         # Only the debug log has a line for every pass.
         served = LocalServer(Path(folder), log_level="debug")
+        ended = threading.Event()
+        print("starting the service: an API process, and a worker that loads the model ...")
         with served as server, view, ThreadPoolExecutor() as pool:
+            pool.submit(tell_compilation, server.url, view, ended)
             tenants = [pool.submit(train, server.url, server.base_model, t, view) for t in TASKS]
-            for tenant in as_completed(tenants):
-                tenant.result()
+            try:
+                for tenant in as_completed(tenants):
+                    tenant.result()
+            finally:
+                ended.set()
         view.summary(HELD_OUT, shared_passes(server.log), time.monotonic() - started_s)
 
 

@@ -35,10 +35,11 @@ class View:
         )
         self._tasks = {
             name: self._progress.add_task(
-                f"[{self._colour[name]}]{name:8}[/] {title}", total=steps, note="starting"
+                f"[{self._colour[name]}]{name:8}[/] {title}", total=steps, note="opening a session"
             )
             for name, title in tenants
         }
+        self._compiling = ""
         self._live = Live(self._panel(), console=self.console, refresh_per_second=8)
 
     def __enter__(self) -> "View":
@@ -49,9 +50,20 @@ class View:
         self._live.update(self._panel())
         self._live.__exit__(None, None, None)
 
+    def say(self, name: str, note: str) -> None:
+        """Say what a tenant waits for."""
+        self._progress.update(self._tasks[name], note=note)
+
+    def compiling(self, programs: str) -> None:
+        """Say how many of the worker's programs are compiled, or nothing."""
+        with self._lock:
+            self._compiling = programs
+            self._live.update(self._panel())
+
     def before(self, name: str, answers: list[str]) -> None:
         """Store the base model's answers."""
         self._before[name] = answers
+        self.say(name, "waiting for the first step")
 
     def step(self, name: str, loss: float) -> None:
         """Report one finished optimizer step; ``loss`` is in nats per trained token."""
@@ -71,7 +83,9 @@ class View:
         return Panel(
             Group(self._progress, Text(), charts),
             title="three tenants, one base model, the official tinker SDK",
-            subtitle="loss in nats per token",
+            subtitle=f"the worker compiles, once: {self._compiling}"
+            if self._compiling
+            else "loss in nats per token",
             border_style="dim",
         )
 

@@ -22,6 +22,7 @@ from tuneserve_engine.store.base import Store
 from tuneserve_engine.store.errors import StoreUnusable
 from tuneserve_server import errors
 from tuneserve_server.access import auth
+from tuneserve_server.access.tenant_names import TENANT_PATTERN
 from tuneserve_server.cleanup.unused_files import UnusedFiles
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _DAY_S = 86_400.0
 _STOP_S = 2
 _MOST = 2**53  # the largest integer that Lua holds exactly
 
-TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TenantName = Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]
 Limit = Annotated[int, Field(ge=0, le=_MOST)]
 
 

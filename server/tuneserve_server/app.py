@@ -39,6 +39,7 @@ from tuneserve_server.routes import (
     checkpoints,
     dashboard,
     dashboard_events,
+    documentation,
     downloads,
     futures,
     listings,
@@ -75,10 +76,10 @@ ROUTERS = (
     *(tokenizers, dashboard_events),
 )
 PREFIX = "/api/v1"
-AT_ROOT = (metrics, openai, dashboard)
+AT_ROOT = (metrics, openai, dashboard, documentation)
 """Routers without the prefix: clients look for these paths at the root."""
 OPEN_PATHS = ("/", "/metrics", f"{PREFIX}/healthz")
-"""Paths that are answered without a key, as are the dashboard page and signed links."""
+"""Paths that are answered without a key, as are dashboard, documentation and signed links."""
 
 
 def create_app(
@@ -114,7 +115,7 @@ def create_app(
         allowed=AllowedHosts(names_of(settings.host, settings.public_url, settings.allowed_hosts)),
         wants_keys=lambda scope: scope["app"].state.services.authenticator.wants_keys(),
         open_paths=OPEN_PATHS,
-        page=dashboard.PREFIX,
+        page=(dashboard.PREFIX, documentation.PREFIX),
     )
     if tracer is not None:
         app.add_middleware(TraceRequests, tracer=tracer, named=partial(named, prefix=PREFIX))

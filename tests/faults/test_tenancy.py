@@ -148,6 +148,7 @@ NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
     *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz", "GET /metrics"),
     *("GET /tokenizer", "POST /checkpoints/import", "GET /", "GET /page", "GET /page/{name}"),
+    *("GET /docs", "GET /docs/{name}"),
 }
 WATCHING = {"GET /live", "GET /live/runs", "GET /live/runs/{model_id}"}
 BY_LINK = {"GET /files/{file_id}/{member}"}

@@ -24,7 +24,7 @@ from tests import quick_service
 from tuneserve_client import Client, next_token_datum
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli import main as cli
-from tuneserve_server.cli import training_run
+from tuneserve_server.cli import training_loop, training_run
 from tuneserve_server.cli.local_server import LocalServer, free_port
 from tuneserve_server.cli.train_view import Lines
 
@@ -196,7 +196,7 @@ def test_an_interrupted_run_continues_with_the_same_options(server, tmp_path, mo
     mine = ["--save", "cut", "--export", "out", "--url", server.url]
     with monkeypatch.context() as patched:
         patched.setattr(Lines, "show", interrupted)
-        patched.setattr(training_run, "_AHEAD", 0)
+        patched.setattr(training_loop, "_AHEAD", 0)
         ran = CliRunner().invoke(cli.app, [*map(str, wanted), *mine, "--json"])
     assert ran.exit_code == 130, ran.output
     *before, saved = lines(ran.stdout)
@@ -255,7 +255,7 @@ def test_an_adapter_has_the_requested_kind_and_shows_it(tmp_path):
     assert (run["adapter"], run["lora_rank"]) == ("rslora", 4)
     assert "tuneserve/tiny, rslora of rank 4" in tuneserve("runs", "show", run_id)
     (row,) = [line for line in tuneserve("runs", "list").splitlines() if run_id in line]
-    assert re.search(r"  train rows\.jsonl +tuneserve/tiny +rslora +4 ", row)
+    assert re.search(r"^train rows\.jsonl +finished ", row)
 
 
 def test_chat_answers_like_the_sampler_and_remembers(trained, client):
@@ -330,7 +330,7 @@ def test_runs_show_what_was_learnt_and_what_it_cost(trained, client):
     run_id = path.removeprefix("tinker://").partition("/")[0]
     assert run_id in [each["training_run_id"] for each in facts("runs")]
     (row,) = [line for line in tuneserve("runs", "list").splitlines() if run_id in line]
-    assert "tuneserve/tiny" in row and "ended" in row
+    assert " finished " in row and " 8" in row
     told = facts("runs", "show", run_id)
     assert told["last_loss"] == pytest.approx(steps[-1]["loss"])
     assert (told["steps"], told["run"]["status"]) == (8, "ended")
@@ -438,7 +438,7 @@ def test_every_command_of_the_page_runs_after_the_others(server, tmp_path, monke
             (path,) = re.findall(r"^saved as (tinker://\S+/weights/colours)$", said, re.M)
             known = {"CHECKPOINT": path, "RUN": path.split("/")[2]}
     used = {arguments.split()[1] for arguments in commands}
-    assert used == {"train", "chat", "runs", "checkpoints", "top", "doctor"}
+    assert used == {"train", "chat", "runs", "checkpoints", "status", "models", "top", "doctor"}
     assert (tmp_path / "pirate" / "adapter_model.safetensors").exists()
 
 
@@ -447,11 +447,11 @@ def test_other_forms_are_shown_and_trained(tmp_path):
     alpaca.write_text("instruction,input,output\nSay hello,,Ahoy!\nSay bye,,Arr!\n")
     turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Ahoy!"}]
     (tmp_path / "sharegpt.json").write_text(json.dumps([{"conversations": turns}] * 2))
-    before = tuneserve("runs", "list")
+    before = [each["training_run_id"] for each in facts("runs", "list")]
     shown = facts("train", alpaca, "--dry-run", "--batch-size", "1")
     assert shown["rows"] == shown["steps"] == 2
     assert any(part["trained"] and "Ahoy!" in part["text"] for part in shown["example"])
-    assert tuneserve("runs", "list") == before
+    assert [each["training_run_id"] for each in facts("runs", "list")] == before
     for name in ("alpaca.csv", "sharegpt.json"):
         said = tuneserve("train", tmp_path / name, *QUICK)
         assert said.startswith("2 rows, ") and "saved as tinker://" in said

@@ -72,7 +72,7 @@ class CheckHost:
         allowed: AllowedHosts,
         wants_keys: Callable[[Scope], Awaitable[bool]],
         open_paths: Collection[str],
-        page: str,
+        page: str | tuple[str, ...],
     ) -> None:
         self._app = app
         self._allowed = allowed

@@ -11,7 +11,16 @@ from typing import Annotated
 import typer
 
 from tuneserve_engine.core.errors import REFUSED
-from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, ListFirst, Url, connected
+from tuneserve_server.cli.options import (
+    HERE,
+    PATIENT_S,
+    ApiKey,
+    AsJson,
+    Force,
+    ListFirst,
+    Url,
+    connected,
+)
 from tuneserve_server.cli.output import (
     FAILED,
     application,
@@ -61,7 +70,8 @@ def list_checkpoints(
         ]
         for each in found
     ]
-    print_table(["path", "type", "size", "saved", "expires"], rows)
+    head = ["path", "type", "size", "saved (UTC)", "expires (UTC)"]
+    print_table(head, rows, empty="no checkpoints; tuneserve train saves one at its end")
 
 
 @app.command("delete")
@@ -103,17 +113,18 @@ def set_ttl(
 
 
 @app.command("export")
-def export_checkpoint(
+def export_checkpoint(  # noqa: PLR0913 - options
     path: CheckpointPath,
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Output directory; empty, or created.")
     ],
+    force: Force = False,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's adapter into a directory that PEFT can load."""
-    check_export(folder)
+    check_export(folder, force=force)
     with connected(url, api_key, deadline_s=PATIENT_S) as client:
         path = checkpoint_path(client, path)
         client.download(path, folder)
@@ -199,15 +210,19 @@ def merge_checkpoint(  # noqa: PLR0913 - options
         typer.echo(f"{folder} holds the model: tuneserve up --base-model {folder}")
 
 
-def check_export(folder: Path) -> None:
-    """End the command if the folder cannot be written, or is not empty."""
+def check_export(folder: Path, *, force: bool | None = None) -> None:
+    """End the command if the folder cannot be written or, without ``force``, is not empty.
+
+    Without ``--force``, which is None then, a command accepts only an empty folder.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = next(folder.iterdir(), None) is None
     except OSError as error:
         end(f"cannot write an adapter into {folder}: {error.strerror}", REFUSED)
-    if not is_empty:
-        end(f"{folder} is not empty; name an empty or a new directory", REFUSED)
+    if not is_empty and not force:
+        way_out = "" if force is None else ", or replace its files with --force"
+        end(f"{folder} is not empty; name an empty or a new directory{way_out}", REFUSED)
 
 
 def _where_it_is(base_model: str) -> str:

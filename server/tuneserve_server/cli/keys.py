@@ -3,6 +3,7 @@
 The commands use the socket in the data directory of the process.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
@@ -11,6 +12,7 @@ import typer
 
 from tuneserve_engine.core.errors import REFUSED
 from tuneserve_engine.core.records import Scope
+from tuneserve_server.access.tenant_names import TENANT_PATTERN
 from tuneserve_server.cli import output
 from tuneserve_server.cli.output import day, print_json, print_table
 
@@ -48,6 +50,7 @@ def create_key(  # noqa: PLR0913 - options
     as_json: AsJson = False,
 ) -> None:
     """Create a key and show it once: the server stores only its HMAC."""
+    _check_tenant(tenant)
     new: dict[str, Any] = {"tenant": tenant, "name": name, "expires_days": expires_days}
     if scope:
         new["scopes"] = [each.value for each in scope]
@@ -83,7 +86,9 @@ def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
         ]
         for each in found
     ]
-    print_table(["id", "tenant", "scopes", "state", "created", "expires", "name"], rows)
+    head = ["id", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", "name"]
+    none = "no keys yet; make one with: tuneserve keys create --tenant NAME"
+    print_table(head, rows, empty=none)
 
 
 @keys.command("revoke")
@@ -144,6 +149,7 @@ def set_tenant(  # noqa: PLR0913 - options
     as_json: AsJson = False,
 ) -> None:
     """Set the weight or limits of a tenant. The value "none" restores the one of the settings."""
+    _check_tenant(name)
     given = {
         "weight": weight,
         "max_jobs": max_jobs,
@@ -166,9 +172,18 @@ def set_tenant(  # noqa: PLR0913 - options
         _print_tenants([changed])
 
 
+def _check_tenant(name: str) -> None:
+    if not re.fullmatch(TENANT_PATTERN, name):
+        _end(
+            f"the tenant's name is {name[:80]!r}; it must be 1 to 64 letters, digits, '.', '_' and "
+            "'-', starting with a letter or digit"
+        )
+
+
 def _print_tenants(found: list[dict[str, Any]]) -> None:
     rows = [["-" if each[c] is None else f"{each[c]}" for c in _COLUMNS] for each in found]
-    print_table(_COLUMNS, rows)
+    none = "no tenants have keys, or a weight or limits of their own"
+    print_table(_COLUMNS, rows, empty=none)
 
 
 # --- the connection -----------------------------------------------------------------------------

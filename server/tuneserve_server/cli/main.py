@@ -17,12 +17,15 @@ SECTIONS = {
     "Use a server": {
         "train": ("train:train", "Fine-tune an adapter on your data."),
         "chat": ("chat:chat", "Talk to a checkpoint or a base model."),
-        "runs": ("runs:app", "List and show training runs."),
+        "runs": ("runs:app", "List, show, compare and annotate training runs."),
         "checkpoints": ("checkpoints:app", "List, delete, export, import, merge."),
+        "models": ("status:models", "List the base models of a server."),
+        "status": ("status:status", "Show whether a server works."),
         "top": ("top:top", "Show the load of the workers."),
     },
     "Run a server": {
         "up": ("services:up", "Start the API and a worker, and keep both running."),
+        "stop": ("stop:stop", "Stop the service of a data directory."),
         "api": ("services:api", "Start the API process alone."),
         "worker": ("services:worker", "Start a worker alone, for a running API process."),
         "plan": ("services:plan", "Show a worker's plan of the device's memory."),

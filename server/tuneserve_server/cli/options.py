@@ -26,6 +26,9 @@ ApiKey = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Write into a directory that is not empty; replace files.")
+]
 
 HERE = DEFAULT_URL
 QUICK_S, PATIENT_S = 3.0, 300.0
@@ -60,11 +63,26 @@ def connected(
         )
         end(f"{error}{way_out}", FAILED)
     except (sdk.TuneserveError, OSError, ImportError) as error:
-        end(str(error), FAILED)
+        end(_in_options(str(error)), FAILED)
     except ValidationError as error:
         end("; ".join(f"{_place(each)}: {each['msg']}" for each in error.errors()), REFUSED)
     except (ValueError, httpx.InvalidURL) as error:
         end(str(error), REFUSED)
+
+
+_OPTIONS = {
+    **{"lora_config.rank": "--rank", "adapter.rank": "--rank", "adapter.kind": "--adapter"},
+    **{"adapter.unfreeze_ratio": "--unfreeze-ratio", "adapter.form": "--form"},
+    **{"adam_params.learning_rate": "--learning-rate"},
+}
+"""The options by the field of the API that each sets."""
+
+
+def _in_options(text: str) -> str:
+    """Return the server's reason with options in place of fields of the API."""
+    for field, option in _OPTIONS.items():
+        text = text.replace(field, option)
+    return text
 
 
 def _knock(url: str) -> None:

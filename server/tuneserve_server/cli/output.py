@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -64,18 +64,23 @@ def print_json_line(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
-def print_table(head: list[str], rows: list[list[str]]) -> None:
+def print_table(head: list[str], rows: list[list[str]], *, empty: str = "") -> None:
+    """Print the rows under a head. Without rows, say ``empty`` on standard error instead."""
+    if not rows and empty:
+        typer.echo(empty, err=True)
+        return
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in [head, *rows]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         typer.echo("  ".join(cells).rstrip())
 
 
-def print_facts(facts: dict[str, str]) -> None:
-    """Print the facts, one a line, each after its name."""
+def print_facts(facts: Mapping[str, str | Sequence[str]]) -> None:
+    """Print the facts, each after its name; the lines of a list under each other."""
     width = max(map(len, facts))
-    for name, text in facts.items():
-        typer.echo(f"{name:<{width}}  {text}")
+    for name, found in facts.items():
+        for number, text in enumerate([found] if isinstance(found, str) else found):
+            typer.echo(f"{'' if number else name:<{width}}  {text}")
 
 
 def day(unix_s: float | None) -> str:
@@ -85,6 +90,20 @@ def day(unix_s: float | None) -> str:
 def minute(time: datetime | None) -> str:
     """Return the time in UTC, to the minute."""
     return "-" if time is None else f"{time.astimezone(UTC):%Y-%m-%d %H:%M}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time in readable units: 12 s, 3 min 05 s, 2 h 07 min, 3 d 04 h."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600:02} h"
 
 
 def size(count: float | None) -> str:

@@ -27,6 +27,7 @@ async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> 
         health = await asyncio.to_thread(health_of, settings.url)
     key = "<from tuneserve keys create>" if health.get("keys_required") else "tml-local"
     say(f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY={key}")
+    say(f"page: {settings.url}/page/   documentation: {settings.url}/docs")
     say(f"base model {own['name']}, context {own.get('context_length')} tokens")
     if "warming" in own:
         say(f"warming up: {own['warming']}; requests that need the others wait for them")

@@ -19,8 +19,8 @@ _SHOWN = 8
 
 
 def run_name(run: "types.TrainingRunResponse") -> str:
-    """Return the name that the client gave the run, or an empty text."""
-    return (run.user_metadata or {}).get("name", "")
+    """Return the name of the run or of its client, or an empty text."""
+    return run.name or (run.user_metadata or {}).get("name", "")
 
 
 def run_id(client: "sdk.Client", wanted: str) -> str:

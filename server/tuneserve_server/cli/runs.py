@@ -1,123 +1,220 @@
-"""``tuneserve runs``: the models of a tenant, their losses and their cost."""
+"""``tuneserve runs``: the runs of a tenant, their losses, their notes and their cost."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli import resolve
 from tuneserve_server.cli.options import HERE, ApiKey, AsJson, ListFirst, Url, connected
 from tuneserve_server.cli.output import (
     application,
+    duration,
+    end,
     minute,
     print_facts,
     print_json,
     print_table,
-    sparkline,
 )
 from tuneserve_server.cli.resolve import run_name
+from tuneserve_server.cli.run_curve import as_csv, step_rows
+from tuneserve_server.cli.run_facts import RunFacts, facts_of, figure, texts_of
 
 if TYPE_CHECKING:
     from tuneserve_client.wire import types
 
-app = application(cls=ListFirst, help="List and show training runs.")
+app = application(cls=ListFirst, help="List, show, compare and annotate training runs.")
 
-_HEAD = ["id", "name", "base model", "adapter", "rank", "status", "created", "last request"]
-_WIDTH = 48
+_HEAD = ["name", "state", "step", "loss", "held out", "duration", "tokens", "created (UTC)", "id"]
+_PAGE = 500
+_NOT_COMPARED = {"name", "config", "checkpoints", "samples"}  # in the head, in rows, too long
+
+RunId = Annotated[str, typer.Argument(metavar="ID", help="Id, the start of it, name, or last.")]
+State = Literal["running", "finished", "stopped", "failed", "diverged"]
+Sort = Literal[
+    "created",
+    "last_request",
+    "name",
+    "state",
+    "step",
+    "loss",
+    "held_out_loss",
+    "duration",
+    "tokens",
+    "device",
+]
 
 
 @app.command("list")
-def list_runs(url: Url = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+def list_runs(  # noqa: PLR0913 - options
+    search: Annotated[
+        str, typer.Option(help="Part of a name, id, base model, note or tag.", metavar="TEXT")
+    ] = "",
+    state: Annotated[State | None, typer.Option(help="Only runs in this state.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
+    archived: Annotated[bool, typer.Option("--archived", help="Archived runs too.")] = False,
+    sort: Annotated[Sort, typer.Option(help="Figure to sort by, the largest first.")] = "created",
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """List your training runs, newest first."""
+    runs: list[types.TrainingRunResponse] = []
     with connected(url, api_key) as client:
-        runs = client.runs()
+        while True:
+            page = client.search_runs(
+                search,
+                state=state,
+                tag=tag,
+                archived=None if archived else False,
+                sort=sort,
+                limit=_PAGE,
+                offset=len(runs),
+            )
+            runs += page.training_runs
+            if not page.training_runs or len(runs) >= page.cursor.total_count:
+                break
     if as_json:
         print_json([each.model_dump(mode="json") for each in runs])
         return
-    print_table(
-        _HEAD,
-        [
-            [
-                each.training_run_id,
-                run_name(each) or "-",
-                each.base_model,
-                each.adapter,
-                str(each.lora_rank),
-                _status(each),
-                minute(each.created),
-                minute(each.last_request_time),
-            ]
-            for each in runs
-        ],
-    )
+    none = "no run fits" if search or state or tag else "no runs; tuneserve train makes one"
+    print_table(_HEAD, [_row(each) for each in runs], empty=none)
 
 
 @app.command("show")
 def show_run(
-    run_id: Annotated[
-        str, typer.Argument(metavar="ID", help="Id, the start of it, name, or last.")
+    run_id: RunId, url: Url = HERE, api_key: ApiKey = None, as_json: AsJson = False
+) -> None:
+    """Show one run: its configuration, losses, verdict, samples, checkpoints and cost."""
+    with connected(url, api_key) as client:
+        facts = facts_of(client, resolve.run_id(client, run_id))
+    if as_json:
+        print_json(facts.as_json())
+    else:
+        print_facts(texts_of(facts))
+
+
+@app.command("compare")
+def compare_runs(
+    run_ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="Two runs or more, as in show.")
     ],
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one run: its losses, its steps and its cost."""
+    """Show runs side by side: what differs in their configuration, and how they went."""
+    if len(run_ids) < 2:
+        end("compare takes two runs or more; name another one", REFUSED)
     with connected(url, api_key) as client:
-        run_id = resolve.run_id(client, run_id)
-        run = client.run(run_id)
-        curve = client.curve(run_id)
-        by_model = {each.name: each for each in client.usage().by_model}
-        checkpoints = client.checkpoints(run_id)
-    losses = [_loss(each) for each in curve if each.kind == "forward_backward"]
-    steps = [each for each in curve if each.kind == "optim_step"]
-    last_step = steps[-1] if steps else None
-    used = by_model.get(run_id)
-    facts: dict[str, Any] = {
-        "run": run.model_dump(mode="json"),
-        "last_loss": losses[-1] if losses else None,
-        "steps": 0 if last_step is None else last_step.step,
-        "learning_rate": None if last_step is None else last_step.learning_rate,
-        "usage": None if used is None else used.model_dump(mode="json"),
-        "checkpoints": [each.tinker_path for each in checkpoints],
-    }
+        found = [facts_of(client, resolve.run_id(client, each)) for each in run_ids]
     if as_json:
-        print_json(facts)
+        print_json([each.as_json() for each in found])
         return
-    print_facts(_texts(run, facts, losses, used))
+    columns = [
+        {name: " ".join([text] if isinstance(text, str) else text) for name, text in told.items()}
+        for told in map(_compared, found)
+    ]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
+    head = ["", *(run_name(each.run) or each.run.training_run_id for each in found)]
+    print_table(head, [row for row in rows if len(set(row[1:])) > 1])
 
 
-def _texts(
-    run: "types.TrainingRunResponse",
-    facts: dict[str, Any],
-    losses: list[float],
-    used: "types.ModelUsage | None",
-) -> dict[str, str]:
-    texts = {
-        "id": run.training_run_id,
-        "name": run_name(run) or "-",
-        "base model": f"{run.base_model}, {run.adapter} of rank {run.lora_rank}",
-        "status": _status(run),
-        "created": f"{minute(run.created)} UTC",
-        "last request": f"{minute(run.last_request_time)} UTC",
-        "steps": f"{facts['steps']}",
-    }
-    if facts["learning_rate"] is not None:
-        texts["learning rate"] = f"{facts['learning_rate']:.3g}"
-    if losses:
-        texts["last loss"] = f"{losses[-1]:.4f}  {sparkline(losses, _WIDTH)}"
-    if used is not None:
-        texts["cost"] = (
-            f"{used.device_ms / 1000:.2f} device seconds, {used.trained_tokens} tokens trained, "
-            f"{used.padded_tokens} padded, {used.flops:.3g} FLOPs"
-        )
-    for number, path in enumerate(facts["checkpoints"]):
-        texts["checkpoints" if not number else " " * number] = path
-    return texts
+@app.command("curve")
+def write_curve(
+    run_id: RunId,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv", help="File to write. Default: standard output.", metavar="FILE", dir_okay=False
+        ),
+    ] = None,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+) -> None:
+    """Write the curve of a run as CSV: a line for each optimizer step."""
+    with connected(url, api_key) as client:
+        text = as_csv(step_rows(client.curve(resolve.run_id(client, run_id))))
+        if csv is None:
+            typer.echo(text, nl=False)
+        else:
+            csv.write_text(text, encoding="utf-8")
 
 
-def _status(run: "types.TrainingRunResponse") -> str:
-    return "diverged" if run.diverged else run.status
+@app.command("note")
+def note_run(
+    run_id: RunId,
+    text: Annotated[str, typer.Argument(help="The note; an empty text removes it.")],
+    url: Url = HERE,
+    api_key: ApiKey = None,
+) -> None:
+    """Keep a note with a run, in place of an earlier one."""
+    with connected(url, api_key) as client:
+        client.update_run(resolve.run_id(client, run_id), {"notes": text or None})
 
 
-def _loss(point: "types.CurvePointResponse") -> float:
-    """Return the mean loss, as on the dashboard: over the tokens' weights, else over tokens."""
-    return (point.loss_sum or 0.0) / (point.weight or point.tokens or 1.0)
+@app.command("rename")
+def rename_run(
+    run_id: RunId,
+    name: Annotated[str, typer.Argument(help="The new name.")],
+    url: Url = HERE,
+    api_key: ApiKey = None,
+) -> None:
+    """Give a run another name."""
+    with connected(url, api_key) as client:
+        client.update_run(resolve.run_id(client, run_id), {"name": name or None})
+
+
+@app.command("tag")
+def tag_run(
+    run_id: RunId,
+    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="Tags to add.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Remove these tags instead.")] = False,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+) -> None:
+    """Add tags to a run, or remove them."""
+    wanted = [each.strip() for tag in tags for each in tag.split(",") if each.strip()]
+    with connected(url, api_key) as client:
+        run = client.run(resolve.run_id(client, run_id))
+        had = [each.strip() for each in (run.user_metadata or {}).get("tags", "").split(",")]
+        kept = [each for each in had if each and each not in wanted]
+        now = kept if remove else [*kept, *wanted]
+        client.update_run(run.training_run_id, {"tags": ",".join(now) or None})
+
+
+@app.command("archive")
+def archive_run(
+    run_id: RunId,
+    undo: Annotated[bool, typer.Option("--undo", help="Bring the run back.")] = False,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+) -> None:
+    """Leave a run out of lists; nothing of it is deleted."""
+    with connected(url, api_key) as client:
+        changes = {"archived": None if undo else "true"}
+        client.update_run(resolve.run_id(client, run_id), changes)
+
+
+def _compared(facts: RunFacts) -> dict[str, str | list[str]]:
+    """Return the texts about a run, with a line for each entry of its configuration."""
+    texts = texts_of(facts)
+    entries = {key: str(value) for key, value in sorted(facts.config.items())}
+    return {name: text for name, text in texts.items() if name not in _NOT_COMPARED} | entries
+
+
+def _row(run: "types.TrainingRunResponse") -> list[str]:
+    step = "-" if run.step is None else f"{run.step}/{run.steps}" if run.steps else f"{run.step}"
+    return [
+        run_name(run) or "-",
+        run.state,
+        step,
+        figure(run.loss),
+        figure(run.held_out_loss),
+        duration(run.duration_s),
+        "-" if run.tokens is None else f"{run.tokens:,}",
+        minute(run.created),
+        run.training_run_id,
+    ]

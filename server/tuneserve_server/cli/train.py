@@ -1,7 +1,7 @@
 """``tuneserve train``: supervised fine-tuning of one adapter on rows of data."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,6 +66,43 @@ def train(  # noqa: PLR0913 - options
             "the context are refused.",
         ),
     ] = None,
+    eval_split: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the rows to hold out: they are never trained on, and their loss shows "
+            "what was learnt. For example 0.05.",
+            metavar="SHARE",
+        ),
+    ] = None,
+    eval_file: Annotated[
+        str | None,
+        typer.Option(help="Held-out rows from elsewhere, in the forms of DATA.", metavar="DATA"),
+    ] = None,
+    eval_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps between evaluations. Default: about ten evaluations in a run, and always "
+            "before the first and after the last step.",
+        ),
+    ] = None,
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Evaluations without a better held-out loss after which the run ends."
+        ),
+    ] = None,
+    sample_prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompt to continue at each evaluation; repeat it for more. Default: the prompts "
+            "of the first two held-out rows.",
+            metavar="TEXT",
+        ),
+    ] = None,
+    sample_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each of these samples. Default: 64.")
+    ] = None,
     save: Annotated[str, typer.Option(help="Name of the checkpoint.", metavar="NAME")] = SAVED_AS,
     export: Annotated[
         Path | None,
@@ -114,16 +151,23 @@ def train(  # noqa: PLR0913 - options
     _check_save(save)
     if export and not dry_run:
         check_export(export)
+    _check_eval(eval_split, eval_file)
     try:
         check_exists(data)
     except NoSource as error:
         end(str(error), REFUSED)
-    recipe = {
+    recipe: dict[str, Any] = {
         "seed": seed,
         "epochs": epochs,
         "batch_size": batch_size,
         "learning_rate": learning_rate,
         "max_tokens": max_tokens,
+        "eval_split": eval_split,
+        "eval_file": _lasting(eval_file),
+        "eval_every": eval_every,
+        "patience": patience,
+        "sample_prompts": tuple(sample_prompt) if sample_prompt else None,
+        "sample_tokens": sample_tokens,
     }
     from tuneserve_server.cli.training_run import fine_tune  # it takes long to import
 
@@ -154,3 +198,21 @@ def _check_save(name: str) -> None:
         check_name("--save plus the suffix of an interrupted run", name + _LONGEST_SUFFIX)
     except UserError as error:
         end(str(error), REFUSED)
+
+
+def _check_eval(share: float | None, file: str | None) -> None:
+    """End the command now if the held-out rows cannot be what was asked for."""
+    if share is not None and file is not None:
+        end("--eval-split and --eval-file both name held-out rows; leave one out", REFUSED)
+    if share is not None and not 0 < share < 1:
+        end(f"--eval-split is {share:g}; it must be above 0 and below 1, such as 0.05", REFUSED)
+    if file is not None:
+        try:
+            check_exists(file)
+        except NoSource as error:
+            end(f"--eval-file: {error}", REFUSED)
+
+
+def _lasting(data: str | None) -> str | None:
+    """Return the data's name as a run that resumes in another folder finds them."""
+    return str(Path(data).absolute()) if data and Path(data).exists() else data

@@ -21,7 +21,7 @@ class TrainOptions:
     adapter: dict[str, Any]
     """The fields of an adapter that were given; empty for the default."""
     resume: str | None
-    recipe: dict[str, int | float | None]
+    recipe: dict[str, Any]
     """The fields of the recipe; None for those of the resumed run, or the defaults."""
     save: str
     export: Path | None

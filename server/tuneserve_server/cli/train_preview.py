@@ -22,6 +22,8 @@ class TokenDecoder(Protocol):
 @dataclass(frozen=True)
 class Preview:
     rows: int
+    held_out: int
+    """The number of held-out rows, beside those to train on."""
     skipped: int
     tokens: int
     longest: int
@@ -34,14 +36,21 @@ class Preview:
 
     @classmethod
     def from_data(
-        cls, data: Rows, datums: Sequence[Datum], decoder: TokenDecoder, *, steps: int
+        cls,
+        data: Rows,
+        datums: Sequence[Datum],
+        decoder: TokenDecoder,
+        *,
+        steps: int,
+        held_out: int = 0,
     ) -> "Preview":
         rows = data.rows
-        copies = {repr({**vars(row), "place": ""}) for row in rows}
+        copies = {row.content for row in rows}
         tokens = sum(map(len, datums))
         trained = sum(int((each.inputs["weights"] > 0).sum()) for each in datums)
         return cls(
             rows=len(rows),
+            held_out=held_out,
             skipped=len(data.bad),
             tokens=tokens,
             longest=max(map(len, datums)),
@@ -57,8 +66,9 @@ class Preview:
             shown = [{"text": text, "trained": is_trained} for text, is_trained in self.example]
             print_json_line({**asdict(self), "example": shown})
             return
+        held_out = f", {self.held_out:,} more held out" if self.held_out else ""
         text = Text(
-            f"{self.rows:,} rows, {self.tokens:,} tokens, the longest {self.longest:,}, "
+            f"{self.rows:,} rows{held_out}, {self.tokens:,} tokens, the longest {self.longest:,}, "
             f"{self.trained_share:.0%} trained on, {self.steps:,} steps\n"
         )
         for count, name in (

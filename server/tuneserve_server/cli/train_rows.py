@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 
 from tuneserve_client import Datum, chat_datum, next_token_datum, sft_datum
 from tuneserve_client.data import Encoder
-from tuneserve_server.cli.data.forms import SHAPES, Row, check_roles, known_roles, row_from
+from tuneserve_server.cli.data.forms import (
+    SHAPES,
+    Row,
+    check_roles,
+    known_roles,
+    row_from,
+    with_keys,
+)
 from tuneserve_server.cli.data.sources import open_source
 
 T = TypeVar("T")
@@ -67,11 +74,17 @@ def encode(rows: Rows, tokenizer: Encoder, *, limit: int, cut: bool) -> list[Dat
     roles = known_roles(tokenizer) if any(row.messages for row in rows.rows) else []
 
     def datums(row: Row) -> tuple[Row, list[Datum]]:
-        if roles:
-            check_roles(row, roles)
-        found = [_within(each, limit, cut=cut) for each in _datums(row, tokenizer)]
-        if not any(each.inputs["weights"].any() for each in found):
-            raise ValueError("there is nothing to learn: the answer is empty or beyond the limit")
+        try:
+            if roles:
+                check_roles(row, roles)
+            found = [_within(each, limit, cut=cut) for each in _datums(row, tokenizer)]
+            if not any(each.inputs["weights"].any() for each in found):
+                raise ValueError(
+                    "there is nothing to learn: the answer is empty or beyond the limit; add an "
+                    "answer, or raise --max-tokens"
+                )
+        except ValueError as error:
+            raise with_keys(error, row.keys) from None
         return row, found
 
     encoded = _each(rows, rows.rows, lambda row: row.place, datums)
@@ -130,7 +143,7 @@ def _text_datum(text: str, tokenizer: Encoder) -> Datum:
     if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
         tokens = [*tokens, tokenizer.eos_token_id]
     if len(tokens) < 2:
-        raise ValueError("there is nothing to learn: the text is empty")
+        raise ValueError("there is nothing to learn: the text is empty; add a text")
     return next_token_datum(tokens)
 
 

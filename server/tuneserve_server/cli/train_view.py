@@ -1,18 +1,19 @@
 """The display of the steps of ``tuneserve train``: a progress bar and curve, lines, or JSON."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from tuneserve_server.cli.output import print_json_line, sparkline
 
 _CURVE = 60
+_PROMPT = 48
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,53 @@ class Step:
     learning_rate: float
     tokens: int
     tokens_per_s: float
+    left_s: float | None = None
+    """The estimated time until the last step; None before there is an estimate."""
 
     @property
     def text(self) -> str:
+        left = "" if self.left_s is None else f"  {time_left(self.left_s)}"
         return (
-            f"loss {self.loss:.4f}  lr {self.learning_rate:.2e}  {self.tokens_per_s:,.0f} tokens/s"
+            f"loss {self.loss:.4f}  lr {self.learning_rate:.2e}  "
+            f"{self.tokens_per_s:,.0f} tokens/s{left}"
         )
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation, after ``step`` steps."""
+
+    step: int
+    steps: int
+    held_out_loss: float
+    """The mean loss over the trained tokens of the held-out rows."""
+    is_best: bool
+    samples: list[dict[str, str]] = field(default_factory=list)
+    """Prompts and their completions."""
+
+    @property
+    def lines(self) -> list[str]:
+        best = "  (best)" if self.is_best else ""
+        said = [
+            f"  {_ending(each['prompt'])} → {each['completion'].strip()!r}" for each in self.samples
+        ]
+        loss = f"held-out loss {self.held_out_loss:.4f}{best}"
+        return [f"step {self.step}/{self.steps}  {loss}", *said]
+
+
+def time_left(left_s: float) -> str:
+    """Return an estimated time as words."""
+    minutes = round(left_s / 60)
+    if left_s < 60:
+        return "less than a minute left"
+    if minutes < 90:
+        return f"about {minutes} minute{'' if minutes == 1 else 's'} left"
+    return f"about {left_s / 3600:.1f} hours left"
+
+
+def _ending(text: str) -> str:
+    """Return the end of a prompt in quotes, on one line."""
+    return repr(text if len(text) <= _PROMPT else f"…{text[-_PROMPT:]}")
 
 
 class View(Protocol):
@@ -49,6 +91,8 @@ class View(Protocol):
     ) -> None: ...
 
     def show(self, step: Step) -> None: ...
+
+    def show_evaluation(self, evaluated: Evaluated) -> None: ...
 
 
 class Lines:
@@ -73,6 +117,12 @@ class Lines:
         else:
             typer.echo(f"step {step.step}/{step.steps}  epoch {step.epoch}  {step.text}")
 
+    def show_evaluation(self, evaluated: Evaluated) -> None:
+        if self._as_json:
+            print_json_line(asdict(evaluated))
+        else:
+            typer.echo("\n".join(evaluated.lines))
+
 
 class Bar:
     """A progress bar with the last step beside it, and the curve of all losses below."""
@@ -82,7 +132,6 @@ class Bar:
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
             TextColumn("{task.description}"),
             console=console,
         )
@@ -112,6 +161,9 @@ class Bar:
             style="cyan",
         )
         self._live.update(Group(self._progress, curve))
+
+    def show_evaluation(self, evaluated: Evaluated) -> None:
+        self._live.console.print(Text("\n".join(evaluated.lines)), soft_wrap=True)
 
 
 def view_of(console: Console, *, steps: int, done: int, as_json: bool) -> View:

@@ -58,6 +58,8 @@ async def test_a_key_is_created_listed_and_revoked_by_commands(
     api: Api, socket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "FRESH_S", 0.0)
+    empty = await tuneserve(tmp_path, "keys", "list")
+    assert empty.stdout == "" and "tuneserve keys create --tenant NAME" in empty.stderr
     made = await tuneserve(tmp_path, "keys", "create", "--tenant", "alice", "--name", "my laptop")
     assert made.exit_code == 0, made.output
     key = made.stdout.strip()
@@ -66,9 +68,13 @@ async def test_a_key_is_created_listed_and_revoked_by_commands(
     )
     assert "cannot be shown again" in made.stderr
     await api.get("/sessions", key=key)
+    for wrong in ("a b", "-x", "é", "n" * 65):
+        refused = await tuneserve(tmp_path, "keys", "create", f"--tenant={wrong}")
+        assert (refused.exit_code, "it must be 1 to 64 letters" in refused.stderr) == (2, True)
     listed = await tuneserve(tmp_path, "keys", "list")
     head, row = listed.stdout.splitlines()
-    assert head.split() == ["id", "tenant", "scopes", "state", "created", "expires", "name"]
+    created, expires = ("created", "(UTC)"), ("expires", "(UTC)")
+    assert head.split() == ["id", "tenant", "scopes", "state", *created, *expires, "name"]
     assert row.split()[:4] == [key.split("-")[1], "alice", "sample,train", "active"]
     assert row.endswith("my laptop")
     assert head.index("name") == row.index("my laptop")

@@ -43,6 +43,11 @@ def test_an_error_of_the_server_or_of_this_machine_ends_with_1(
     assert ended(error, capsys) == (1, "tuneserve: no memory")
 
 
+def test_a_reason_of_the_server_names_options(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RequestFailed("lora_config.rank is 0", category="user")
+    assert ended(error, capsys) == (1, "tuneserve: --rank is 0")
+
+
 def test_a_wrong_value_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(ValueError("rank is 0"), capsys) == (2, "tuneserve: rank is 0")
     status, said = ended(invalid(LoraConfig, rank="x"), capsys)

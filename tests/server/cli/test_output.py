@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tuneserve_server.cli.output import size, sparkline, this_command
+from tuneserve_server.cli.output import duration, size, sparkline, this_command
 
 
 @pytest.mark.parametrize("name", ["tuneserve", "pytest"])
@@ -36,3 +36,14 @@ def test_sizes_are_shown_in_units_of_1024() -> None:
         "3 MiB",
         "2.5 GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *[(None, "-"), (0.0, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185.0, "3 min 05 s")],
+        *[(7620.0, "2 h 07 min"), (86_400.0, "1 d 00 h"), (273_600.0, "3 d 04 h")],
+    ],
+)
+def test_a_duration_has_its_two_largest_units(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text

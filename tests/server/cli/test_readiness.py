@@ -33,6 +33,7 @@ async def test_up_prints_that_it_is_ready_and_how_far_compilation_is(
     assert said[1] == f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY=tml-local"
     assert not answers
     assert said[2:] == [
+        f"page: {settings.url}/page/   documentation: {settings.url}/docs",
         f"base model {settings.served_name}, context 77 tokens",
         "warming up: 1 of 3 programs compiled; requests that need the others wait for them",
         "attention: 1 of 3 programs cannot be compiled",

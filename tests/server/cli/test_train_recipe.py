@@ -37,3 +37,55 @@ def test_a_checkpoint_remembers_the_next_step() -> None:
     cut = replace(recipe, max_tokens=24)
     assert Recipe.remembered(cut.metadata(17)) == (cut, 17)
     assert not cut.has_order_of(recipe)
+
+
+EVALUATED = Recipe(
+    "digest",
+    eval_split=0.05,
+    eval_every=7,
+    patience=3,
+    sample_prompts=("Hello, “you”", "two\nlines"),
+    sample_tokens=12,
+)
+
+
+def test_a_checkpoint_remembers_the_evaluation() -> None:
+    assert Recipe.remembered(EVALUATED.metadata(5)) == (EVALUATED, 5)
+    of_file = EVALUATED.changed({"eval_file": "/rows.jsonl", "eval_data": "other"})
+    assert of_file.eval_split is None
+    assert Recipe.remembered(of_file.metadata(5)) == (of_file, 5)
+    assert of_file.changed({"eval_split": 0.05}) == EVALUATED
+
+
+def test_other_held_out_rows_change_the_order_or_the_losses_that_compare() -> None:
+    assert not EVALUATED.has_order_of(replace(EVALUATED, eval_split=0.1))
+    assert not EVALUATED.has_held_out_of(replace(EVALUATED, seed=1))
+    assert EVALUATED.has_held_out_of(replace(EVALUATED, patience=9, epochs=4))
+    of_file = EVALUATED.changed({"eval_file": "/rows.jsonl", "eval_data": "other"})
+    assert of_file.has_held_out_of(replace(of_file, seed=1, data="more"))
+    assert not of_file.has_held_out_of(replace(of_file, eval_data="new"))
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "expected"),
+    [
+        (7, 16, [0, 7, 14, 16]),
+        (None, 50, [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50]),
+        (None, 3, [0, 1, 2, 3]),
+        (100, 3, [0, 3]),
+    ],
+)
+def test_evaluations_come_first_last_and_between(
+    every: int | None, steps: int, expected: list[int]
+) -> None:
+    recipe = replace(EVALUATED, eval_every=every)
+    assert [step for step in range(steps + 1) if recipe.is_evaluated(step, steps)] == expected
+    assert not Recipe("digest").is_evaluated(0, steps)
+
+
+def test_of_very_many_evaluations_some_are_recorded() -> None:
+    """The server keeps 1,000 events of a run; half of them may be samples."""
+    recipe = replace(EVALUATED, eval_every=1)
+    for steps, count in ((499, 500), (500, 251), (10_000, 478)):  # each, every 2nd, every 21st
+        recorded = [step for step in range(steps + 1) if recipe.is_recorded(step, steps)]
+        assert (recorded[0], recorded[-1], len(recorded)) == (0, steps, count)

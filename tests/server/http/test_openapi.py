@@ -46,7 +46,7 @@ def operations(document: Any) -> dict[tuple[str, str], Any]:
 def test_the_description_has_the_mounted_routes_and_no_other(app: Any) -> None:
     described = operations(app.openapi())
     routes = [(method, path) for method, path, _ in mounted(app)]
-    assert len(routes) == len(set(routes)) == 57
+    assert len(routes) == len(set(routes)) == 59
     assert set(described) == set(routes)
 
 
@@ -71,10 +71,10 @@ def test_every_schema_reference_resolves(app: Any) -> None:
         assert name in document["components"]["schemas"]
 
 
-def test_all_but_health_metrics_downloads_and_the_dashboard_require_a_key(app: Any) -> None:
+def test_all_but_health_metrics_downloads_and_pages_require_a_key(app: Any) -> None:
     without = {path for (_, path), each in operations(app.openapi()).items() if not wants_key(each)}
-    page = {"/", "/page", "/page/{name}"}
-    assert without == {"/api/v1/healthz", "/metrics", "/api/v1/files/{file_id}/{member}"} | page
+    pages = {"/", "/page", "/page/{name}", "/docs", "/docs/{name}"}
+    assert without == {"/api/v1/healthz", "/metrics", "/api/v1/files/{file_id}/{member}"} | pages
 
 
 def wants_key(operation: Any) -> bool:
@@ -97,5 +97,5 @@ def test_the_description_is_the_same_each_time(app: Any) -> None:
 
 @pytest.mark.anyio
 async def test_the_description_is_served_nowhere(api: Any) -> None:
-    for path in ("/openapi.json", "/docs", "/redoc", "/api/v1/openapi.json"):
+    for path in ("/openapi.json", "/redoc", "/api/v1/openapi.json"):
         assert (await api.http.get(path)).status_code == 404

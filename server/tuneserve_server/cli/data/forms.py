@@ -1,7 +1,7 @@
 """Forms of a row, recognized by its keys: each becomes a conversation, a text or two texts."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuneserve_client.data import Encoder, Message
@@ -25,6 +25,13 @@ class Row:
     prompt: str = ""
     completion: str = ""
     text: str | None = None
+    keys: str = ""
+    """The keys that the row was found with, for errors about it."""
+
+    @property
+    def content(self) -> str:
+        """A text that is the same for copies of a row, and only for these."""
+        return repr(replace(self, place="", keys=""))
 
     @property
     def is_answer_empty(self) -> bool:
@@ -43,14 +50,29 @@ def row_from(place: str, value: Any, renamed: Mapping[str, str]) -> Row:
     if not isinstance(value, dict):
         raise ValueError(f"it is {type(value).__name__}; it must be {SHAPES}")
     keys = ", ".join(f'"{name}"' for name in value) or "none"
+    try:
+        return replace(_recognized(place, value, keys, renamed), keys=keys)
+    except ValueError as error:
+        raise with_keys(error, keys) from None
+
+
+def with_keys(error: ValueError, keys: str) -> ValueError:
+    """Return the error of a row with the row's keys, unless it names keys already."""
+    return error if "keys are" in str(error) else ValueError(f"{error}; its keys are {keys}")
+
+
+def _recognized(place: str, value: Mapping[str, Any], keys: str, renamed: Mapping[str, str]) -> Row:
     if missing := [old for old in renamed.values() if old not in value]:
-        raise ValueError(f'there is no "{missing[0]}", which --map names; its keys are {keys}')
-    value = {**value, **{new: value[old] for new, old in renamed.items()}}
+        raise ValueError(
+            f'there is no "{missing[0]}", which --map names; its keys are {keys}; correct --map'
+        )
+    others = {name: each for name, each in value.items() if name not in renamed.values()}
+    value = {**others, **{new: value[old] for new, old in renamed.items()}}
     # Datasets fill the columns that a row lacks with None.
     has = {name for name, each in value.items() if each is not None}
     tools = value.get("tools") or None
     if tools is not None and not isinstance(tools, list):
-        raise ValueError('"tools" is not a list')
+        raise ValueError('"tools" is not a list; make it a list of tools, or leave it out')
     if "messages" in has:
         return Row(place, messages=_messages(value["messages"], "messages"), tools=tools)
     if "conversations" in has:
@@ -128,7 +150,8 @@ def _from_sharegpt(turns: Any) -> Any:
         if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and "value" in turn):
             found = ", ".join(f'"{name}"' for name in turn) if isinstance(turn, dict) else "none"
             raise ValueError(
-                f'turn {number} of "conversations" needs "from" and "value"; its keys are {found}'
+                f'turn {number} of "conversations" needs "from" and "value"; its keys are {found}; '
+                "add the missing one"
             )
     return [
         {"role": _SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
@@ -138,7 +161,7 @@ def _from_sharegpt(turns: Any) -> Any:
 
 def _messages(value: Any, name: str, learn_from: int = 0) -> list[Message]:
     if not isinstance(value, list):
-        raise ValueError(f'"{name}" is not a list; it must be a list of messages')
+        raise ValueError(f'"{name}" is not a list; it must be a list of messages, one per turn')
     said = [_message(number, message) for number, message in enumerate(value, 1)]
     if not any(message["role"] == "assistant" for message in said[learn_from:]):
         raise ValueError('there is no message with the role "assistant" to train on; add an answer')
@@ -156,9 +179,16 @@ def _message(number: int, message: Any) -> Message:
             return {**kept, "content": ""}
         if isinstance(content, list):
             return {**kept, "content": "".join(_part(number, part) for part in content)}
-    found = ", ".join(f'"{name}"' for name in message) if isinstance(message, dict) else "none"
+    keys = list(message) if isinstance(message, dict) else []
+    found = ", ".join(f'"{name}"' for name in keys) or "none"
+    way_out = (
+        "rename the column with --map conversations=messages"
+        if {"from", "value"} <= set(keys)
+        else "correct the message"
+    )
     raise ValueError(
-        f'message {number} needs a string as "role" and one as "content"; its keys are {found}'
+        f'message {number} needs a string as "role" and one as "content"; its keys are {found}; '
+        f"{way_out}"
     )
 
 
@@ -166,4 +196,6 @@ def _part(number: int, part: Any) -> str:
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise ValueError(f"message {number} has a part {kind!r}; only text parts can be trained on")
+    raise ValueError(
+        f"message {number} has a part {kind!r}; only text parts can be trained on; leave it out"
+    )

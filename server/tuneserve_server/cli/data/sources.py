@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _JSON_COLUMNS = ("messages", "conversations", "tools")
+_ONE_A_LINE = "write each row as one JSON object, on a line of its own"
 
 
 class NoSource(Exception):
@@ -43,7 +44,10 @@ def open_source(data: str) -> RowSource:
     if path.is_file() and path.suffix.lower() != ".parquet":
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()[:16]
-        return RowSource(data, digest, list(_rows_in(path.suffix.lower(), content)))
+        try:
+            return RowSource(data, digest, list(_rows_in(path.suffix.lower(), content)))
+        except NoSource as error:
+            raise NoSource(f"{data}: {error}") from None
     check_exists(data)
     values = _dataset(data, path)
     text = json.dumps(values, default=str, sort_keys=True)
@@ -62,32 +66,42 @@ def check_exists(data: str) -> None:
 
 
 def _rows_in(suffix: str, content: bytes) -> Iterator[RawRow]:
-    if suffix == ".csv":
+    if suffix in (".csv", ".tsv"):
         yield from _csv(content)
     elif suffix == ".json" and content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
         try:
-            values = _json(content)
+            values = _json(content, "correct the array")
         except ValueError as error:
-            raise NoSource(f"the JSON array cannot be read: {error}; correct the file") from None
+            raise NoSource(f"the JSON array cannot be read: {error}") from None
         for number, value in enumerate(values, 1):
             yield _parsed(f"row {number}", value)
+    elif suffix == ".json" and (value := _whole(content)) is not None:
+        yield _parsed("row 1", value)
     else:
         for number, line in enumerate(content.splitlines(), 1):
             if line.strip():
                 yield RawRow(f"line {number}", lambda line=line: _json(line))  # type: ignore[misc]
 
 
+def _whole(content: bytes) -> Any:
+    """Return the only JSON value of a file, or None."""
+    try:
+        return _json(content)
+    except ValueError:
+        return None
+
+
 def _parsed(place: str, value: Any) -> RawRow:
     return RawRow(place, lambda: value)
 
 
-def _json(text: bytes) -> Any:
+def _json(text: bytes, way_out: str = _ONE_A_LINE) -> Any:
     try:
         return json.loads(text)
     except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8") from None
+        raise ValueError("it is not UTF-8; save the file as UTF-8") from None
     except ValueError as error:
-        raise ValueError(f"it is not JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {error}; {way_out}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -97,7 +111,9 @@ def _csv(content: bytes) -> Iterator[RawRow]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise NoSource("the CSV file is not UTF-8; save it as UTF-8") from None
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    header = text.partition("\n")[0]
+    between = next((each for each in ",;\t" if each in header), ",")
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=between)
     try:
         for value in reader:
             yield RawRow(f"line {reader.line_num}", lambda value=value: _csv_row(value))  # type: ignore[misc]
@@ -107,10 +123,16 @@ def _csv(content: bytes) -> Iterator[RawRow]:
 
 def _csv_row(value: dict[str | None, Any]) -> dict[str | None, Any]:
     if None in value or None in value.values():
-        raise ValueError("it has not as many cells as the header; quote cells that have commas")
+        names = [name for name in value if name is not None]
+        cells = sum(each is not None for each in value.values()) - (None in value)
+        keys = ", ".join(f'"{name}"' for name in names)
+        raise ValueError(
+            f"it has {cells + len(value.get(None, ()))} cells, and not as many cells as the header "
+            f"has keys; its keys are {keys}; quote cells that have commas or line breaks"
+        )
     for name in _JSON_COLUMNS:
         if value.get(name):
-            value = {**value, name: _json(value[name].encode())}
+            value = {**value, name: _json(value[name].encode(), f'write "{name}" as JSON')}
     return value
 
 

@@ -7,7 +7,7 @@ import { format } from "./route.js";
 import { configOf, shortId } from "./run_data.js";
 
 const QUESTIONS = ["Is it good?", "When is it done?", "What did it cost?"];
-const FIRST = ["data", "rows", "eval_file", "eval_split", "seed", "learning_rate", "epochs", "batch_size", "steps"];
+const FIRST = ["data", "rows", "held_out_rows", "seed", "learning_rate", "epochs", "batch_size", "steps"];
 const KINDS = { training: "training state", sampler: "sampler weights", external: "export" };
 
 // --- answers --------------------------------------------------------------------------------------

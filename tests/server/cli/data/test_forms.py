@@ -168,3 +168,16 @@ def test_the_first_ten_bad_rows_are_listed(tmp_path: Path) -> None:
         rows_of(tmp_path, *[{"a": 1}] * 12)
     assert str(refused.value).count("rows.jsonl line") == 10
     assert "12 rows are bad" in str(refused.value)
+
+
+def test_a_column_with_a_known_name_can_be_renamed(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Ahoy!"}]
+    rows = rows_of(tmp_path, {"messages": turns}, renamed={"conversations": "messages"})
+    (datum,) = encode(rows, TOKENIZER, limit=500, cut=False)
+    assert learnt(datum) == f"Ahoy!{REFERENCE.eos_token}"
+
+
+def test_copies_of_a_row_have_the_same_content_wherever_they_are(tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    first, copy, other = rows_of(tmp_path, row, {**row, "id": 7}, {**row, "prompt": "c"}).rows
+    assert first.content == copy.content != other.content

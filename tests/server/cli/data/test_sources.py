@@ -73,3 +73,18 @@ def test_a_csv_row_with_other_cells_than_the_header_is_bad(tmp_path: Path) -> No
     (row,) = open_source(str(tmp_path / "a.csv")).rows
     with pytest.raises(ValueError, match="as many cells as the header"):
         row.read()
+
+
+@pytest.mark.parametrize(("name", "between"), [("a.csv", ";"), ("a.tsv", "\t"), ("b.csv", "\t")])
+def test_columns_may_have_semicolons_or_tabs_between_them(
+    tmp_path: Path, name: str, between: str
+) -> None:
+    lines = [("prompt", "completion"), ("Hello, you", "Ahoy"), ('"two\nlines"', "Arr")]
+    (tmp_path / name).write_text("".join(f"{between.join(line)}\n" for line in lines))
+    assert values(tmp_path / name) == ROWS
+
+
+def test_a_json_file_of_one_object_is_one_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(ROWS[0], indent=2))
+    (row,) = open_source(str(tmp_path / "a.json")).rows
+    assert (row.place, row.read()) == ("row 1", ROWS[0])
