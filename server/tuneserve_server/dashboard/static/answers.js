@@ -1,8 +1,8 @@
 // The three answers at the top of a run's page: is it good, when is it done, what did it cost.
 import { count, duration, loss, short } from "./format.js";
 
-const FLAT = 0.02; // a smaller relative change is called flat
-const ROSE = 0.02; // a larger relative rise above the best held-out loss is called overfitting
+const FLAT = 0.01; // a smaller relative change is called flat, as by tuneserve train
+const ROSE = 0.01; // a larger relative rise above the best held-out loss is called overfitting
 const RECENT = 20; // steps whose rate gives the time that is left
 const STALLED_S = 600; // a run without a step for this long, and for 20 steps' time, is not timed
 const GONE = new Set(["finished", "stopped", "failed", "diverged"]);
