@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page
 
 from tests.page.stage import open_api
 from tuneserve_server.routes.dashboard import FOLDER
@@ -20,20 +20,26 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def call(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """Calls a function of a module of the page with JSON arguments."""
+def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     with open_api(tmp_path_factory.mktemp("api")) as url:
-        page = browser.new_page()
-        page.goto(f"{url}/page/")
+        found = browser.new_page()
+        found.goto(f"{url}/page/")
+        yield found
+        found.close()
 
-        def call_function(module: str, name: str, *arguments: Any) -> Any:
-            return page.evaluate(
-                "async ([module, name, given]) => (await import(module))[name](...given)",
-                [f"{url}/page/{module}", name, list(arguments)],
-            )
 
-        yield call_function
-        page.close()
+@pytest.fixture
+def call(page: Page) -> Call:
+    """Calls a function of a module of the page with JSON arguments."""
+
+    def call_function(module: str, name: str, *arguments: Any) -> Any:
+        return page.evaluate(
+            "async ([module, name, given]) => "
+            "(await import(new URL(module, location.origin + '/page/')))[name](...given)",
+            [module, name, list(arguments)],
+        )
+
+    return call_function
 
 
 def at(second: float) -> str:
@@ -144,6 +150,23 @@ def test_the_csv_has_each_step_of_each_run_and_no_formulas(call: Call) -> None:
     ]
     assert table[1]["time"] == "2026-01-01T00:00:12.000Z"
     assert (table[0]["held_out_loss"], table[1]["step_time_s"]) == ("", "2")
+
+
+def test_a_point_is_marked_only_while_it_is_the_only_one(page: Page) -> None:
+    marked = page.evaluate(
+        """async () => {
+            const { Chart } = await import(new URL("chart.js", location.origin + "/page/"));
+            const place = document.body.appendChild(document.createElement("div"));
+            place.style.width = place.style.height = "200px";
+            const chart = new Chart(place, { format: String });
+            return [1, 2].map(count => {
+                const points = Array.from({ length: count }, (_, index) => [index, index]);
+                chart.show([{ id: "a", name: "a", colour: "--line-1", dash: [], points }]);
+                return chart.plot.series[1].points.show(chart.plot, 1);
+            });
+        }"""
+    )
+    assert marked == [True, False]
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -88,13 +88,13 @@ export class Chart {
     if (!width || !this.lines.length) {
       return;
     }
-    const series = this.series().map(([line, points, isFaint]) => ({
+    const series = this.series().map(([line, , isFaint]) => ({
       label: line.name,
       stroke: isFaint ? `${css(line.colour)}${FAINT}` : css(line.colour),
       width: isFaint ? 1 : 2,
       dash: line.dash,
       spanGaps: true,
-      points: { show: points.length === 1 && !isFaint },
+      points: { show: (_, index) => !isFaint && this.series()[index - 1][1].length === 1 },
     }));
     const options = {
       width,
