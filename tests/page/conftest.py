@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser
 
-from tests.page.stage import PAGE, Trainer, chromium, make_key, training
+from tests.page.many_runs import COUNT, fill
+from tests.page.stage import PAGE, Trainer, Visit, chromium, make_key, open_api, training
 from tuneserve_server.cli.local_server import LocalServer
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -44,3 +47,28 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def browser() -> Iterator[Browser]:
     with chromium() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def many_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an API process without keys and workers, whose store has many runs."""
+    folder = tmp_path_factory.mktemp("many")
+    fill(folder, COUNT)
+    with open_api(folder) as address:
+        yield address
+
+
+@pytest.fixture
+def visits(browser: Browser) -> Iterator[Any]:
+    """Opens dashboards. At the end, none may have complained or called another server."""
+    opened: list[tuple[Visit, str]] = []
+
+    def visit(url: str, key: str | None = None, **options: Any) -> Visit:
+        opened.append((Visit(browser, url, key, **options), url))
+        return opened[-1][0]
+
+    yield visit
+    for each, url in opened:
+        each.context.close()
+        assert each.said == []
+        assert {urlsplit(asked).netloc for asked in each.asked} == {urlsplit(url).netloc}

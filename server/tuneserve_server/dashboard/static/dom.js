@@ -48,3 +48,15 @@ export function keyed(parent, items, keyOf, create, update) {
 
 // The child with this class.
 export const part = (element, name) => element.querySelector(`.${name}`);
+
+// A cell of a table that becomes a card on a phone, where `label` stands before its value. The roles
+// stay when the layout changes.
+export function cell(name, label, ...classes) {
+  const found = make("td", { class: name, role: "cell" }, make("span", { class: "value" }));
+  found.classList.add(...classes);
+  found.dataset.label = label;
+  return found;
+}
+
+// Sets the value of a cell.
+export const fill = (row, name, text) => say(part(row, name).firstElementChild, text);

@@ -51,6 +51,22 @@ export function seconds(value) {
   return value < 3600 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
 }
 
+// A duration such as "1 h 20 min": two units at most.
+export function duration(value) {
+  const whole = Math.max(Math.round(value), 0);
+  const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  const first = parts.findIndex(([amount]) => amount > 0);
+  if (first < 0) {
+    return value > 0 ? "< 1 s" : "0 s";
+  }
+  return parts.slice(first, first + 2).filter(([amount]) => amount > 0).map(([amount, unit]) => `${amount} ${unit}`).join(" ");
+}
+
+// A point in time, by the reader's clock and with its zone.
+export function moment(text) {
+  return new Date(text).toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", timeZoneName: "short" });
+}
+
 export function ago(value) {
   if (value < 5) {
     return "now";

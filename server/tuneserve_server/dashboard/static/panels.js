@@ -2,7 +2,6 @@
 import { busyOf } from "./device.js";
 import { byId, keyed, make, part, say } from "./dom.js";
 import { ago, count, percent, seconds, short } from "./format.js";
-import { hueOf } from "./runs.js";
 
 const DURABLE = {
   always: "on disk before a request is accepted",
@@ -26,7 +25,6 @@ function updateTenant(element, tenant, of, isAll) {
   const share = of ? (tenant.device_rate ?? 0) / of : 0;
   const bar = part(element, "bar");
   bar.style.width = `${100 * Math.min(share, 1)}%`;
-  bar.style.background = `var(--line-${hueOf(tenant.name)})`;
   say(part(element, "tenant-name"), tenant.name);
   say(part(element, "tenant-share"), isAll && !of ? "–" : percent(share));
   const parts = [

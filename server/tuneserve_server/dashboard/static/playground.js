@@ -1,113 +1,159 @@
-// Samples from a base model or one of the caller's checkpoints, and shows tokens as they arrive.
-import { byId, make, say } from "./dom.js";
+// Chats with a base model or a checkpoint over several turns, and shows tokens as they arrive.
+import { readAnswer, requestOf } from "./conversation.js";
+import { byId, make, part, say } from "./dom.js";
+import * as names from "./models.js";
+import { change, here } from "./route.js";
 import { Refused, ask } from "./session.js";
 import { events } from "./stream.js";
 
 let aborter = null;
+let models = [];
 let listed = "";
+let turns = [];
 
-const shortPath = (path) => {
-  const [, session, run, name] = path.match(/^tinker:\/\/s-([0-9a-f]{6})[0-9a-f]*:train:(\d+)\/\w+\/(.+)$/) ?? [];
-  return name ? `${name} (${session}…/${run})` : path;
-};
+const modelOf = (id) => models.find((each) => each.id === id) ?? null;
+const isChat = () => byId("play-kind").value === "chat";
+
+function showChoice() {
+  const chosen = modelOf(byId("play-model").value);
+  byId("play-base").disabled = !chosen?.parent;
+  byId("play-system-row").hidden = !isChat();
+}
+
+// Selects the model of the address, if it is listed.
+export function showPlayground(query) {
+  if (query.model && modelOf(query.model)) {
+    byId("play-model").value = query.model;
+  }
+  showChoice();
+}
 
 // Refills the list of models and keeps the selection.
 export async function listModels() {
-  let models;
+  let found;
   try {
-    models = (await (await ask("v1/models")).json()).data;
+    found = await names.modelsToSample();
   } catch (error) {
     say(byId("play-note"), error instanceof Refused ? error.message : "");
     return;
   }
-  const ids = models.map((each) => each.id);
-  if (JSON.stringify(ids) === listed) {
+  if (JSON.stringify(found) === listed) {
     return;
   }
-  listed = JSON.stringify(ids);
+  listed = JSON.stringify(found);
+  models = found;
   const list = byId("play-model");
   const chosen = list.value;
   const group = (label, of) =>
-    make("optgroup", { label }, ...of.map((id) => make("option", { value: id, title: id }, shortPath(id))));
-  const bases = ids.filter((id) => !id.startsWith("tinker://"));
-  const checkpoints = ids.filter((id) => id.startsWith("tinker://"));
-  list.replaceChildren(group("base models", bases));
+    make("optgroup", { label }, ...of.map((each) => make("option", { value: each.id, title: each.id }, each.label)));
+  const checkpoints = models.filter((each) => each.parent);
+  list.replaceChildren(group("base models", models.filter((each) => !each.parent)));
   if (checkpoints.length) {
     list.append(group("your checkpoints, newest first", checkpoints));
   }
-  if (ids.includes(chosen)) {
+  if (modelOf(chosen)) {
     list.value = chosen;
   }
+  showPlayground(here().view === "playground" ? here().query : {});
 }
 
 export function forgetModels() {
-  aborter?.abort();
+  names.forgetModels();
+  models = [];
   listed = "";
   byId("play-model").replaceChildren();
-  byId("play-answer").hidden = true;
+  begin();
+}
+
+function begin() {
+  aborter?.abort();
+  turns = [];
+  byId("play-log").replaceChildren();
+  byId("play-log").hidden = true;
   say(byId("play-state"), "");
 }
 
-const request = () => {
-  const prompt = byId("play-prompt").value;
-  const isChat = byId("play-kind").value === "chat";
-  const asked = isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt };
-  const body = {
-    ...asked,
-    model: byId("play-model").value,
-    max_tokens: Number(byId("play-tokens").value),
-    temperature: Number(byId("play-temperature").value),
-    stream: true,
-    stream_options: { include_usage: true },
+// --- a turn ---------------------------------------------------------------------------------------
+
+function asked() {
+  const number = (name) => Number(byId(`play-${name}`).value);
+  return {
+    isChat: isChat(),
+    system: byId("play-system").value.trim(),
+    maxTokens: number("tokens"),
+    temperature: number("temperature"),
+    topP: number("top-p"),
   };
-  return [isChat ? "v1/chat/completions" : "v1/completions", body];
-};
+}
+
+function addTurn(user, models) {
+  const boxes = models.map(([who, model]) =>
+    make(
+      "div",
+      { class: `reply ${who}` },
+      make("h3", {}, model.label),
+      make("pre", { class: "answer" }, make("span", { class: "drawn" })),
+      make("p", { class: "quiet reply-state" }, "waiting"),
+    ),
+  );
+  byId("play-log").append(
+    make("div", { class: "turn" }, make("p", { class: "said" }, make("span", { class: "sr" }, "You: "), user), make("div", { class: "replies" }, ...boxes)),
+  );
+  byId("play-log").hidden = false;
+  return boxes;
+}
+
+async function answer(box, turn, who, settings, signal) {
+  const state = part(box, "reply-state");
+  const drawn = part(box, "drawn");
+  const startedS = performance.now() / 1000;
+  const headers = { "Content-Type": "application/json" };
+  try {
+    const [path, body] = requestOf(turns, who, settings);
+    const stream = await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+    const { tokens, reason } = await readAnswer(events(stream.body), (text) => {
+      drawn.append(text);
+      say(state, "sampling");
+    });
+    const tookS = performance.now() / 1000 - startedS;
+    turn.answers[who] = drawn.textContent;
+    say(state, `${tokens} tokens in ${tookS.toFixed(1)} s${reason ? `, ended by ${reason}` : ""}`);
+    return true;
+  } catch (error) {
+    const text = error instanceof TypeError ? "the server cannot be reached" : error.message;
+    say(state, signal.aborted ? "stopped" : text);
+    return false;
+  }
+}
 
 async function send() {
   const own = (aborter = new AbortController());
-  const answer = byId("play-answer");
-  const [path, body] = request();
-  answer.hidden = false;
-  answer.replaceChildren();
-  if (path === "v1/completions") {
-    answer.append(make("span", { class: "quiet" }, body.prompt));
+  const chosen = modelOf(byId("play-model").value);
+  if (!chosen) {
+    return;
   }
-  const drawn = answer.appendChild(make("span", { class: "drawn" }));
-  const startedS = performance.now() / 1000;
-  let usage = null;
-  let reason = "";
+  const settings = asked();
+  const turn = { user: byId("play-prompt").value, answers: {} };
+  turns.push(turn);
+  const base = chosen.parent && byId("play-base").checked ? { id: chosen.parent, label: chosen.parent } : null;
+  const asks = base ? [["chosen", chosen], ["base", base]] : [["chosen", chosen]];
+  const boxes = addTurn(turn.user, asks);
   busy(true);
-  say(byId("play-state"), "waiting");
-  try {
-    const headers = { "Content-Type": "application/json" };
-    const stream = await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal: own.signal });
-    for await (const event of events(stream.body)) {
-      if (event.data === "[DONE]") {
-        break;
-      }
-      const piece = JSON.parse(event.data);
-      if (piece.error) {
-        throw new Error(piece.error.message);
-      }
-      usage = piece.usage ?? usage;
-      const choice = piece.choices[0];
-      drawn.append(choice?.text ?? choice?.delta?.content ?? "");
-      reason = choice?.finish_reason ?? reason;
-      say(byId("play-state"), "sampling");
-    }
-    const tokens = usage?.completion_tokens ?? 0;
-    const tookS = performance.now() / 1000 - startedS;
-    say(byId("play-state"), `${tokens} tokens in ${tookS.toFixed(1)} s${reason ? `, ended by ${reason}` : ""}`);
-  } catch (error) {
-    if (own.signal.aborted) {
-      say(byId("play-state"), "stopped");
-    } else {
-      say(byId("play-state"), error instanceof TypeError ? "the server cannot be reached" : error.message);
-    }
-  } finally {
+  say(byId("play-state"), "sampling");
+  const done = await Promise.all(
+    asks.map(([who, model], index) => answer(boxes[index], turn, who, { ...settings, model: model.id }, own.signal)),
+  );
+  if (aborter !== own || own.signal.aborted) {
     if (aborter === own) {
       busy(false);
+      say(byId("play-state"), turns.length ? "stopped" : "");
     }
+    return;
+  }
+  busy(false);
+  say(byId("play-state"), done.every(Boolean) ? "done" : "no answer");
+  if (done.every(Boolean) && settings.isChat) {
+    byId("play-prompt").value = "";
   }
 }
 
@@ -124,6 +170,12 @@ export function installPlayground() {
     }
   });
   byId("play-stop").addEventListener("click", () => aborter?.abort());
+  byId("play-new").addEventListener("click", begin);
+  byId("play-kind").addEventListener("change", () => {
+    begin();
+    showChoice();
+  });
+  byId("play-model").addEventListener("change", (event) => change({ model: event.target.value }));
   byId("play-model").addEventListener("focus", listModels);
   byId("play-prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {

@@ -36,6 +36,12 @@ export async function ask(path, options = {}) {
   return answer;
 }
 
+export const askJson = async (path, options) => (await ask(path, options)).json();
+
+// Sends a JSON body and returns the answer's.
+export const sendJson = (method, path, body) =>
+  askJson(path, { method, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+
 // Asks whether this server wants a key, and returns whether this tab has one.
 export async function begin() {
   const health = await (await fetch("../api/v1/healthz", { cache: "no-store" })).json();
