@@ -196,6 +196,24 @@ async def test_tokens_may_be_named_by_their_ids(speaking: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("echo", [False, True])
+async def test_best_of_returns_the_samples_with_the_highest_mean_logprob(
+    speaking: Any, echo: bool
+) -> None:
+    def mean(sample: int) -> float:
+        drawn = [9 + sample + place for place in range(3)]
+        return sum(map(logprob, [1, *drawn], drawn)) / 3
+
+    best = sorted(range(5), key=lambda sample: -mean(sample))
+    assert best[:2] != [0, 1]  # the order in which they are drawn
+    answer = await complete(speaking, n=2, best_of=5, echo=echo)
+    said = [LETTERS[9 + sample : 12 + sample] for sample in best[:2]]
+    assert texts(answer) == [echo * "ab" + each for each in said]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 15
+    assert texts(await complete(speaking, n=5, best_of=5))[0] == "jkl"  # all, as they were drawn
+
+
 async def test_without_a_seed_each_prompt_gets_its_own(speaking: Any) -> None:
     answer = await complete(speaking, prompt=["ab"] * 8, seed=None)
     assert len(set(texts(answer))) > 1
