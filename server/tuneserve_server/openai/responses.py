@@ -139,15 +139,18 @@ def _echoed(
         said = whole[:start] + cut_at(whole[start:], command.stop_strings or [])
         scored = None
         if reading.scored:
-            # All tokens of the prompt count; of the sampled tokens, those that begin in the text.
-            begins = offsets([*prompt, *tokens], text)
+            # All tokens count, the end of sequence and those without a text included: harnesses
+            # take all but the last ones as the prompt's. After a stop string, none count.
+            is_cut = len(said) < len(whole)
+            sampled = tokens if is_cut or reading.echo is Echo.ALONE else ints(sequence.tokens)
+            begins = offsets([*prompt, *sampled], text)
             scored = [
                 _prompt_token(response, place, prompt[place], offset, text)
                 for place, offset in enumerate(begins[: len(prompt)])
             ] + [
                 scored_token(sequence, place, offset, text)
                 for place, offset in enumerate(begins[len(prompt) :])
-                if offset < len(said)
+                if offset < len(said) or not is_cut
             ]
         choices.append(Choice(said, "stop" if stopped else "length", scored))
     return choices

@@ -145,6 +145,18 @@ async def test_an_echo_starts_with_the_prompt_and_its_logprobs(speaking: Any) ->
     assert answer["usage"]["completion_tokens"] == 6
 
 
+async def test_an_echo_has_the_logprob_of_the_end_of_sequence(speaking: Any) -> None:
+    """lm-evaluation-harness takes the last logprob as that of its one token, whatever it is."""
+    ask = {"echo": True, "logprobs": 1, "seed": 61}
+    (choice,) = (await complete(speaking, **ask, max_tokens=1))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "<eos>"]
+    assert choice["logprobs"]["token_logprobs"] == scores([0, 1, 63])
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+    (cut,) = (await complete(speaking, **ask | {"seed": 59}, max_tokens=9, stop=" "))["choices"]
+    assert (cut["text"], cut["logprobs"]["tokens"]) == ("ab9", ["a", "b", "9"])
+
+
 @pytest.mark.parametrize(("n", "said"), [(1, ["ab"]), (2, ["ab", "ab"])])
 async def test_an_echo_of_no_tokens_is_the_prompt_alone(
     speaking: Any, n: int, said: list[str]
