@@ -109,7 +109,7 @@ bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/result
 	$(BIN)/python benchmarks/trace.py $(ARGS)
 	$(BIN)/python benchmarks/techniques.py $(ARGS)
 
-compat: .venv/dev.stamp  ## Older SDKs and the cookbook, each in a .venv of its own
+compat: .venv/dev.stamp  ## Older SDKs, the cookbook and evaluation harnesses, each in a .venv of its own
 	$(BIN)/pytest tests/compat $(ARGS)
 
 newcomer: .venv/dev.stamp  ## The README's three commands in a fresh clone, installation included
