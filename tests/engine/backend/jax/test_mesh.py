@@ -235,8 +235,11 @@ def test_a_request_of_nan_on_one_device_leaves_the_others_bits(new: NewBackend) 
 PROMPT = np.arange(2, 14, dtype=np.int32)
 
 
+@pytest.mark.parametrize("changes", [{}, {"logit_bias": {7: 2.0}, "frequency_penalty": 1.0}])
 @pytest.mark.parametrize("devices", [2, at_night(4)])
-def test_samples_on_several_devices_are_those_of_one(devices: int, new: NewBackend) -> None:
+def test_samples_on_several_devices_are_those_of_one(
+    devices: int, changes: dict[str, Any], new: NewBackend
+) -> None:
     """With four devices, keys and values are whole on each: the model has two heads of them."""
     found = []
     for count in (1, devices):
@@ -251,6 +254,7 @@ def test_samples_on_several_devices_are_those_of_one(devices: int, new: NewBacke
             max_tokens=8,
             prompt_logprobs=True,
             topk_sample=3,
+            **changes,
         )
         found.append(backend.sample([asked])[0])
     one, several = found
