@@ -12,7 +12,7 @@ PATHS := clients server engine tests examples benchmarks scripts
 # Where it is set, every process compiles hundreds of modules again, which takes seconds per start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest test-docker \
+.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest test-docker check-deploy \
 	gpu-compile gpu-programs gpu-ceilings gpu-meshes gpu-plan lint fix bench compat newcomer proto reference docs redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
@@ -62,6 +62,9 @@ test-newest: .newest/stamp redis-server  ## Tests on the newest JAX, which needs
 test-docker: .venv/dev.stamp  ## Builds and starts the containers, and kills a worker in its own; needs a Docker engine
 	$(BIN)/python -m scripts.check_containers
 
+check-deploy: .deploy/stamp  ## Renders the Helm chart, and checks it and the manifests against the schemas of Kubernetes
+	.deploy/bin/python -m scripts.check_deploy
+
 gpu-compile: gpu-programs $(if $(ARGS),,gpu-ceilings gpu-meshes)  ## The programs for an H200, compiled without one; ARGS=--full
 
 gpu-programs: .gpu-compile/stamp
@@ -106,7 +109,7 @@ bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/result
 	$(BIN)/python benchmarks/trace.py $(ARGS)
 	$(BIN)/python benchmarks/techniques.py $(ARGS)
 
-compat: .venv/dev.stamp  ## Older SDKs and the cookbook, each in a .venv of its own
+compat: .venv/dev.stamp  ## Older SDKs, the cookbook and evaluation harnesses, each in a .venv of its own
 	$(BIN)/pytest tests/compat $(ARGS)
 
 newcomer: .venv/dev.stamp  ## The README's three commands in a fresh clone, installation included
@@ -126,7 +129,7 @@ redis-server chromium:
 	@scripts/install_commands.sh $@
 
 clean:
-	rm -rf .venv .compat .gpu-compile .newest
+	rm -rf .venv .compat .deploy .gpu-compile .newest
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("$(PYTHON) is %d.%d, and \
@@ -158,6 +161,13 @@ clean:
 	.newest/bin/pip uninstall --quiet --yes jax-cuda12-plugin jax-cuda12-pjrt
 	.newest/$(PIP:.venv/%=%) --constraint constraints.txt torch
 	.newest/$(PIP:.venv/%=%) --no-deps --no-build-isolation -e .
+	touch $@
+
+# Helm as a library, which .venv does not need: 270 MB.
+.deploy/stamp: scripts/check_deploy.txt
+	rm -rf .deploy
+	$(PYTHON) -m venv .deploy
+	.deploy/$(HASHED:.venv/%=%) scripts/check_deploy.txt
 	touch $@
 
 # JAX's compiler for NVIDIA GPUs and the JAX of the GPU image, which need Python 3.12. With the compiler

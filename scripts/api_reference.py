@@ -69,6 +69,8 @@ SAID = {
     "kind": "forward_backward",
     "LoadIntoRequest.path": "tinker://8c2f1a:train:0/weights/first",
     "ModelEntry.id": "tuneserve/tiny",
+    "RunEvent.kind": "note",
+    "RunEventRequest.kind": "note",
     "ServedBaseModel.name": "tuneserve/tiny",
     "path.kind": "weights",
     "member": "adapter_config.json",

@@ -30,3 +30,5 @@ grep -Ev '^torch' constraints.txt | lock 3.11.3 constraints.txt dev --no-deps -
 grep -E '^jax-cuda12-' constraints-gpu.txt | lock 3.12.0 "$merged" gpu-compile pyproject.toml --extra engine -
 # An editable install makes hatchling ask for editables.
 printf 'hatchling\neditables\n' | lock 3.11.3 constraints.txt build -
+# Helm as a library and the schemas of Kubernetes, for `make check-deploy` alone.
+printf 'helm-python-sdk==0.2.2\nkubernetes-validate==1.37.0\n' | lock 3.11.3 constraints.txt ../scripts/check_deploy -

@@ -105,8 +105,10 @@ def test_the_constraints_pin_every_direct_dependency():
         for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
     wanted = list(project["dependencies"])
-    for extra in project["optional-dependencies"].values():
-        wanted += extra
+    for name, extra in project["optional-dependencies"].items():
+        # Harnesses have an environment of their own: tests/compat/requirements-eval.txt. Trackers
+        # are installed by their users.
+        wanted += extra if name not in {"eval", "mlflow", "trackio", "wandb"} else []
     names = {re.split(r"[\[=<>! ]", spec)[0].lower() for spec in wanted} - {"tuneserve"}
     assert names <= pinned, names - pinned
 

@@ -22,6 +22,7 @@ PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "docker").glob("*.md"),
+    *(ROOT / "deploy").glob("*.md"),
 ]
 
 OPENING = re.compile(r"(?:Who|Whoever|Whose|What|Whatever|That|Those)\b")

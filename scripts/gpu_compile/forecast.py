@@ -128,7 +128,7 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
             "first_blocks": 1,
             "pages": (load.context - 1 + STEPS_PER_DISPATCH) // pages + 1,
         },
-        is_taken={"gspo": False, "top_k": False, "top_p": False, "top_tokens": False},
+        is_taken=dict.fromkeys(("gspo", "top_k", "top_p", "top_tokens", "logit_edits"), False),
         attention_flops=2 * config.heads * config.head_dim * load.tokens * load.datum_tokens,
         page_bytes=load.slots * load.context * position_bytes,
         adapters=adapters,

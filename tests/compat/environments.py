@@ -1,4 +1,4 @@
-"""Temporary virtual environments under ``.compat/``: one per old SDK, and one for the cookbook."""
+"""Temporary virtual environments under ``.compat/``, one for each list of requirements."""
 
 import hashlib
 import shutil

@@ -4,8 +4,10 @@ import os
 import sqlite3
 from contextlib import closing
 
+import numpy as np
 import openai
 import pytest
+import torch
 import transformers
 from tinker import types
 
@@ -198,12 +200,79 @@ def test_sampler_weights_are_a_model_named_by_their_path(
     assert found.logprobs.token_logprobs != base.logprobs.token_logprobs
 
 
+class ChangedLogits:
+    """A greedy sample with changed logits, by transformers and NumPy."""
+
+    def __init__(self, *, bias, presence=0.0, frequency=0.0):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL)
+        self.bias, self.presence, self.frequency = bias, presence, frequency
+
+    def logits(self, tokens):
+        with torch.no_grad():
+            return self.model(torch.tensor([tokens])).logits[0, -1].double().numpy()
+
+    def sample(self, prompt, count):
+        """Return the tokens, and their logprobs before the changes."""
+        drawn, logprobs = [], []
+        for _ in range(count):
+            logits = self.logits([*prompt, *drawn])
+            changed = logits.copy()
+            for token, bias in self.bias.items():
+                changed[token] += bias
+            for token in set(drawn):
+                changed[token] -= self.presence + drawn.count(token) * self.frequency
+            drawn.append(int(changed.argmax()))
+            logprobs.append(logits[drawn[-1]] - np.logaddexp.reduce(logits))
+        return drawn, logprobs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bias": {787: -100, 13: -2.0, 300: 6.0}},
+        {"presence": 2.0},
+        {"frequency": 2.0},
+        {"bias": {300: 20.0, 301: 19.5}, "presence": 1.0, "frequency": 0.5},
+    ],
+)
+def test_biases_and_penalties_give_the_tokens_that_transformers_and_numpy_give(
+    client, server, tokenizer, changes
+):
+    prompt, no_end = tokenizer.encode(PROMPT), {998: -100, 999: -100}
+    changes = {**changes, "bias": no_end | changes.get("bias", {})}
+    drawn, logprobs = ChangedLogits(**changes).sample(prompt, 16)
+    assert drawn != ChangedLogits(bias=no_end).sample(prompt, 16)[0]
+    ask = {
+        "model": server.base_model,
+        "prompt": prompt,
+        **{"max_tokens": 16, "temperature": 0, "logprobs": 0},
+        "logit_bias": {str(token): bias for token, bias in changes["bias"].items()},
+        "presence_penalty": changes.get("presence"),
+        "frequency_penalty": changes.get("frequency"),
+        "extra_body": {"return_tokens_as_token_ids": True},
+    }
+    (found,) = client.completions.create(**ask).choices
+    assert found.logprobs.tokens == [f"token_id:{token}" for token in drawn]
+    assert found.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-3)
+    pieces = [each.choices[0] for each in client.completions.create(**ask, stream=True)]
+    assert "".join(each.text for each in pieces) == found.text
+
+
+def test_the_best_of_several_samples_has_the_highest_mean_logprob(client, server):
+    ask = {"model": server.base_model, "prompt": PROMPT, "seed": 3, "max_tokens": 8, "logprobs": 0}
+    drawn = client.completions.create(**ask, n=6).choices
+    means = [sum(each.logprobs.token_logprobs) / 8 for each in drawn]
+    ranked = sorted(drawn, key=lambda each: -means[each.index])
+    found = client.completions.create(**ask, n=2, best_of=6).choices
+    assert [each.text for each in found] == [each.text for each in ranked[:2]]
+
+
 def test_errors_are_those_of_the_openai_client(client, server, trained):
     with pytest.raises(openai.NotFoundError, match="gpt-4") as unknown:
         client.completions.create(model="gpt-4", prompt=PROMPT)
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError, match="frequency_penalty") as refused:
-        client.completions.create(model=server.base_model, prompt=PROMPT, frequency_penalty=1)
+        client.completions.create(model=server.base_model, prompt=PROMPT, frequency_penalty=3)
     assert refused.value.param == "frequency_penalty"
     with pytest.raises(openai.BadRequestError, match="context of 2048"):
         client.completions.create(model=server.base_model, prompt=[5] * 2048)

@@ -107,6 +107,9 @@ class SamplingRequest:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to logits, by id
+    presence_penalty: float = 0.0  # subtracted from logits of ids drawn so far
+    frequency_penalty: float = 0.0  # the same, once for each time that the id was drawn
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     prompt_logprobs: bool = False

@@ -208,6 +208,9 @@ class SampleCommand:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop_tokens: list[int] | None = None
     stop_strings: list[str] | None = None
     prompt_logprobs: bool = False

@@ -3,11 +3,17 @@
 import math
 from collections.abc import Mapping
 
+from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError, shown_number
 from tuneserve_engine.core.jobs import MAX_SAMPLES, SampleCommand
 
 MAX_TOP_K = 64
 """The most entries of one top-k or alternatives list."""
+
+MAX_LOGIT_BIASES = 300
+"""The most tokens that one ``logit_bias`` names."""
+MAX_BIAS, MAX_PENALTY = 100.0, 2.0
+"""The largest absolute bias and penalty, as at OpenAI."""
 
 _MAX_INT32 = 2**31 - 1
 
@@ -50,3 +56,34 @@ def check_sampling_options(command: SampleCommand, names: Mapping[str, str] | No
             f"{names.get('top_k', 'top_k')} is {shown_number(command.top_k)}; it must be 1 to "
             f"{_MAX_INT32}, or -1 for all tokens"
         )
+    _check_edits(command)
+
+
+def check_biased_tokens(command: SampleCommand, info: BaseModelInfo) -> None:
+    """Raise ``UserError`` for a bias of a token that the base model does not have."""
+    for token in command.logit_bias:
+        if not 0 <= token < info.vocab_size:
+            raise UserError(
+                f"logit_bias has token {shown_number(token)}; tokens of {info.name} are 0 to "
+                f"{info.vocab_size - 1}; send token ids of the base model's tokenizer"
+            )
+
+
+def _check_edits(command: SampleCommand) -> None:
+    """Raise ``UserError`` for a bias or a penalty outside its limits."""
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(command, name)
+        if not abs(penalty) <= MAX_PENALTY:  # NaN too
+            raise UserError(f"{name} is {penalty}; it must be -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    count = len(command.logit_bias)
+    if count > MAX_LOGIT_BIASES:
+        raise UserError(
+            f"logit_bias has {count} tokens; the limit is {MAX_LOGIT_BIASES}; leave out those with "
+            "the smallest biases"
+        )
+    for token, bias in command.logit_bias.items():
+        if not abs(bias) <= MAX_BIAS:
+            raise UserError(
+                f"logit_bias has {bias} for token {shown_number(token)}; it must be -{MAX_BIAS:g} "
+                f"to {MAX_BIAS:g}"
+            )

@@ -17,6 +17,7 @@ SECTIONS = {
     "Use a server": {
         "train": ("train:train", "Fine-tune an adapter on your data."),
         "chat": ("chat:chat", "Talk to a checkpoint or a base model."),
+        "eval": ("harness:evaluate", "Evaluate a checkpoint with lm-eval or inspect."),
         "runs": ("runs:app", "List, show, compare and annotate training runs."),
         "checkpoints": ("checkpoints:app", "List, delete, export, import, merge."),
         "models": ("status:models", "List the base models of a server."),

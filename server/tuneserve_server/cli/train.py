@@ -10,9 +10,9 @@ from tuneserve_engine.core.errors import REFUSED, UserError
 from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.cli.checkpoints import check_export
 from tuneserve_server.cli.data.sources import NoSource, check_exists
-from tuneserve_server.cli.options import HERE, ApiKey, AsJson, Url
+from tuneserve_server.cli.options import HERE, ApiKey, AsJson, Force, Url
 from tuneserve_server.cli.output import end
-from tuneserve_server.cli.train_options import SAVED_AS, TrainOptions
+from tuneserve_server.cli.train_options import SAVED_AS, Tracker, TrainOptions, check_trackers
 
 _LONGEST_SUFFIX = "-step-9999999"
 
@@ -132,6 +132,11 @@ def train(  # noqa: PLR0913 - options
         ),
     ] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Train without bad rows.")] = False,
+    report_to: Annotated[
+        list[Tracker] | None,
+        typer.Option(help="Tracker that gets the curves too; repeat it for more."),
+    ] = None,
+    force: Force = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the data, and train nothing.")
     ] = False,
@@ -150,7 +155,8 @@ def train(  # noqa: PLR0913 - options
         )
     _check_save(save)
     if export and not dry_run:
-        check_export(export)
+        check_export(export, force=force)
+    check_trackers(report_to or ())
     _check_eval(eval_split, eval_file)
     try:
         check_exists(data)
@@ -183,6 +189,7 @@ def train(  # noqa: PLR0913 - options
             export=export,
             columns=columns,
             skip_bad=skip_bad,
+            report_to=tuple(dict.fromkeys(report_to or ())),
             dry_run=dry_run,
             url=url,
             api_key=api_key,

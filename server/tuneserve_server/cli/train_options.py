@@ -1,6 +1,9 @@
 """The options of ``tuneserve train``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,19 @@ from tuneserve_server.cli.options import HERE
 from tuneserve_server.cli.output import end
 
 SAVED_AS = "final"
+
+
+class Tracker(StrEnum):
+    """A place, besides the server, that gets the curves of a run."""
+
+    TRACKIO = "trackio"
+    WANDB = "wandb"
+    TENSORBOARD = "tensorboard"
+    MLFLOW = "mlflow"
+
+    @property
+    def package(self) -> str:
+        return "tensorboardX" if self is Tracker.TENSORBOARD else self.value
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,7 @@ class TrainOptions:
     export: Path | None
     columns: str | None
     skip_bad: bool
+    report_to: Sequence[Tracker]
     dry_run: bool
     url: str
     api_key: str | None
@@ -45,3 +62,14 @@ class TrainOptions:
             shape = "prompt=question,completion=answer"
             end(f"--map is {self.columns!r}; it must be like {shape}", REFUSED)
         return {name.strip(): column.strip() for name, _, column in pairs}
+
+
+def check_trackers(wanted: Sequence[Tracker]) -> None:
+    """End the command if the package of a tracker is not installed."""
+    for name in wanted:
+        if find_spec(name.package) is None:
+            end(
+                f"--report-to {name} needs the package {name.package}, which is not installed: "
+                f"pip install '.[{name}]' in a clone",
+                REFUSED,
+            )

@@ -34,7 +34,8 @@ class Step:
 
     @property
     def text(self) -> str:
-        left = "" if self.left_s is None else f"  {time_left(self.left_s)}"
+        is_last = self.step == self.steps
+        left = "" if self.left_s is None or is_last else f"  {time_left(self.left_s)}"
         return (
             f"loss {self.loss:.4f}  lr {self.learning_rate:.2e}  "
             f"{self.tokens_per_s:,.0f} tokens/s{left}"

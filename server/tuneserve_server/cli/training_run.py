@@ -20,6 +20,7 @@ from tuneserve_server.cli.data.sources import NoSource
 from tuneserve_server.cli.evaluation import Evaluation
 from tuneserve_server.cli.options import PATIENT_S, connected
 from tuneserve_server.cli.output import FAILED, end, print_json_line, this_command
+from tuneserve_server.cli.reporting import ReportedView, Reports
 from tuneserve_server.cli.run_events import record_event, record_outcome
 from tuneserve_server.cli.train_options import SAVED_AS, TrainOptions
 from tuneserve_server.cli.train_plan import TrainPlan, plan_of
@@ -65,7 +66,8 @@ def _train(client: Client, rows: Rows, asked: TrainOptions) -> None:
     if plan.held_out is not None:
         loop.evaluation = Evaluation(client, model, plan.recipe, plan.held_out, asked.save)
         loop.evaluation.losses = plan.losses
-    _carry_out(client, loop, asked)
+    with Reports.begin(asked.report_to, asked.name, _config(plan, asked)) as reports:
+        _carry_out(client, loop, asked, reports)
 
 
 def _model(client: Client, plan: TrainPlan, asked: TrainOptions) -> Model:
@@ -103,9 +105,10 @@ def _config(plan: TrainPlan, asked: TrainOptions) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value not in (None, ())}
 
 
-def _carry_out(client: Client, run: TrainingLoop, asked: TrainOptions) -> None:
+def _carry_out(client: Client, run: TrainingLoop, asked: TrainOptions, reports: Reports) -> None:
     """Train, save, and print the verdict and where the results are."""
-    view = view_of(Console(), steps=run.steps, done=run.next, as_json=asked.as_json)
+    shown = view_of(Console(), steps=run.steps, done=run.next, as_json=asked.as_json)
+    view = ReportedView(shown, reports)
     with _until_interrupted() as stop:
         try:
             with view:
@@ -126,6 +129,8 @@ def _carry_out(client: Client, run: TrainingLoop, asked: TrainOptions) -> None:
     more += ["--export", str(asked.export)] if asked.export else []
     more += ["--map", asked.columns] if asked.columns else []
     more += ["--skip-bad"] if asked.skip_bad else []
+    for tracker in asked.report_to:
+        more += ["--report-to", tracker]
     more += asked.server
     again = shlex.join([this_command(), "train", asked.data, "--resume", path, *more])
     typer.echo(f"stopped after step {run.next} of {run.steps}; continue with: {again}", err=True)

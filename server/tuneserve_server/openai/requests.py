@@ -12,10 +12,14 @@ from typing import Any, TypeVar, cast
 
 from tuneserve_client.wire.body import Request
 from tuneserve_engine.core.adapter import BaseModelInfo
-from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.errors import UserError, shown_number
 from tuneserve_engine.core.jobs import SampleCommand
 from tuneserve_engine.core.misspelt import meant
-from tuneserve_engine.core.sampling_options import bounded, check_sampling_options
+from tuneserve_engine.core.sampling_options import (
+    bounded,
+    check_biased_tokens,
+    check_sampling_options,
+)
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.commands.common import checked_seed
 from tuneserve_server.commands.sampling import checked_prompt, checked_stops
@@ -50,19 +54,16 @@ _HARMLESS = frozenset(
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
-    "best_of": (1,),
+    "best_of": (1,),  # in chats; completions support it
     "echo": (False,),  # in chats; completions support it
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
@@ -206,6 +207,32 @@ def echo(request: GenerationRequest) -> Echo:
     return Echo.ALONE if request.max_tokens == 0 else Echo.BEFORE
 
 
+def kept(request: GenerationRequest) -> int:
+    """Return how many of a prompt's samples are in the answer."""
+    return 1 if request.n is None else request.n
+
+
+def _sample_count(request: GenerationRequest) -> tuple[str, int]:
+    """Return the field that says how many samples to draw for each prompt, and that number."""
+    count = kept(request)
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    if best_of is None:
+        return "n", count
+    if best_of < count:
+        raise InvalidField(
+            f"best_of is {shown_number(best_of)}, below n, which is {count}; it is the number of "
+            "samples of which n are returned: send at least n",
+            "best_of",
+        )
+    if best_of > count and request.stream:
+        raise InvalidField(
+            f"best_of is {shown_number(best_of)} in a stream, and the best samples are known only "
+            "at the end; leave out stream or best_of",
+            "best_of",
+        )
+    return ("best_of" if best_of > count else "n"), best_of
+
+
 def names_by_id(request: GenerationRequest) -> bool:
     """Return whether the tokens of logprobs are named by their ids."""
     return isinstance(request, CompletionRequest) and bool(request.return_tokens_as_token_ids)
@@ -242,16 +269,20 @@ def _samples(
     scored = scoring(request)
     echoed = scored.wanted and echo(request) is not Echo.NONE
     length_name, most = _max_tokens(request)
+    count_name, count = _sample_count(request)
     commands = [
         SampleCommand(
             prompt=checked_prompt(prompt, info, room=_room(request)),
             seed=checked_seed(request.seed),  # without a seed, each prompt gets a new one
             file_id=file_id,
-            num_samples=1 if request.n is None else request.n,
+            num_samples=count,
             max_tokens=most,
             temperature=1.0 if request.temperature is None else request.temperature,
             top_k=request.top_k or -1,  # 0 also means all tokens, as in vLLM
             top_p=1.0 if request.top_p is None else request.top_p,
+            logit_bias=request.logit_bias or {},
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
             stop_strings=strings,
             topk_sample_logprobs=scored.top,
             prompt_logprobs=echoed,
@@ -260,7 +291,8 @@ def _samples(
         for prompt in tokens
     ]
     for command in commands:
-        check_sampling_options(command, {"num_samples": "n", "max_tokens": length_name})
+        check_sampling_options(command, {"num_samples": count_name, "max_tokens": length_name})
+        check_biased_tokens(command, info)
     return commands
 
 

@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tuneserve_client.wire.proto import wire_pb2 as wire
@@ -65,22 +66,38 @@ class AnswerReader:
     eos: Sequence[int]
     scored: bool = False
     echo: Echo = Echo.NONE
+    kept: int | None = None  # the number of samples in the answer, the likeliest of all
 
 
 def read_answer(result: bytes, command: SampleCommand, reading: AnswerReader) -> SampledAnswer:
     """Return the answer in a ``SampleResponse``. Blocks."""
     response = wire.SampleResponse.FromString(result)
-    sampled = [] if reading.echo is Echo.ALONE else response.sequences
+    sampled = [] if reading.echo is Echo.ALONE else list(response.sequences)
+    kept = _best(response.sequences, reading.kept)
     if reading.echo is Echo.NONE:
-        choices = [_choice(each, command, reading) for each in sampled]
+        choices = [_choice(each, command, reading) for each in kept]
     else:
-        choices = _echoed(response, command, reading)
+        choices = _echoed(response, kept, command, reading)
     return SampledAnswer(
         choices=choices,
         prompt_tokens=len(command.prompt),
         completion_tokens=sum(len(each.tokens) // 4 for each in sampled),
         cached_tokens=response.prompt_cache_hit_tokens,
     )
+
+
+def _best(
+    sequences: Sequence[wire.SampledSequence], count: int | None
+) -> Sequence[wire.SampledSequence]:
+    """Return the sequences with the highest mean logprob per token, best first, or all as drawn.
+
+    All drawn tokens count, the end of sequence included. Of equals, the first drawn is first.
+    """
+    if count is None or count >= len(sequences):
+        return sequences
+    means = [fmean(_floats(each.logprobs) or [0.0]) for each in sequences]
+    order = sorted(range(len(means)), key=lambda index: -means[index])
+    return [sequences[index] for index in order[:count]]
 
 
 def _choice(
@@ -104,13 +121,16 @@ def _tokens(sequence: wire.SampledSequence, eos: Sequence[int]) -> tuple[list[in
 
 
 def _echoed(
-    response: wire.SampleResponse, command: SampleCommand, reading: AnswerReader
+    response: wire.SampleResponse,
+    sequences: Sequence[wire.SampledSequence],
+    command: SampleCommand,
+    reading: AnswerReader,
 ) -> list[Choice]:
     """Return the continuations, each behind its prompt, or the prompt alone."""
     text, prompt = reading.text, command.prompt
     start = len(text.decode(prompt))
     choices = []
-    for sequence in response.sequences:
+    for sequence in sequences:
         tokens: list[int] = []
         stopped = False
         if reading.echo is not Echo.ALONE:
@@ -119,15 +139,18 @@ def _echoed(
         said = whole[:start] + cut_at(whole[start:], command.stop_strings or [])
         scored = None
         if reading.scored:
-            # All tokens of the prompt count; of the sampled tokens, those that begin in the text.
-            begins = offsets([*prompt, *tokens], text)
+            # All tokens count, the end of sequence and those without a text included: harnesses
+            # take all but the last ones as the prompt's. After a stop string, none count.
+            is_cut = len(said) < len(whole)
+            sampled = tokens if is_cut or reading.echo is Echo.ALONE else ints(sequence.tokens)
+            begins = offsets([*prompt, *sampled], text)
             scored = [
                 _prompt_token(response, place, prompt[place], offset, text)
                 for place, offset in enumerate(begins[: len(prompt)])
             ] + [
                 scored_token(sequence, place, offset, text)
                 for place, offset in enumerate(begins[len(prompt) :])
-                if offset < len(said)
+                if offset < len(said) or not is_cut
             ]
         choices.append(Choice(said, "stop" if stopped else "length", scored))
     return choices

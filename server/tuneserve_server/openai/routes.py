@@ -116,8 +116,9 @@ class _Generation:
     def reading(self) -> AnswerReader:
         request = self.request
         scored = requests.scoring(request).wanted
-        target = self.target
-        return AnswerReader(target.text, target.info.eos_token_ids, scored, requests.echo(request))
+        text, info = self.target.text, self.target.info
+        echo, kept = requests.echo(request), requests.kept(request)
+        return AnswerReader(text, info.eos_token_ids, scored, echo, kept)
 
     async def answers(
         self, heard: Subscription | None = None

@@ -3,11 +3,24 @@
 The other fields of a request are in ``model_extra``, and ``openai.requests`` decides about them.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from tuneserve_client.wire.body import Request
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def _by_id(value: object) -> object:
+    """Convert the keys of a JSON object to token ids."""
+    if not isinstance(value, dict):
+        return value
+    if not all(isinstance(key, str) and _TOKEN_ID.fullmatch(key) for key in value):
+        # Checked here: pydantic's own error would name the entry, whose key is the client's.
+        raise ValueError('each key must be a token id in decimal digits, such as "42"')
+    return {int(key): bias for key, bias in value.items()}
 
 
 class StreamOptions(Request):
@@ -25,6 +38,11 @@ class GenerationRequest(Request):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_by_id)] = Field(
+        default=None, description="Numbers to add to the logits of tokens, by token id."
+    )
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -38,6 +56,9 @@ class CompletionRequest(GenerationRequest):
     )
     echo: bool | None = Field(
         default=None, description="Whether the answer begins with the prompt."
+    )
+    best_of: int | None = Field(
+        default=None, description="The number of samples, of which the `n` likeliest are returned."
     )
     return_tokens_as_token_ids: bool | None = Field(
         default=None, description="Whether logprobs name each token as `token_id:<id>`."

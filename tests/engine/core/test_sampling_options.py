@@ -43,6 +43,8 @@ def test_both_limits_belong_to_the_range() -> None:
         {"top_k": MAX_INT32},
         {"prompt_logprobs_last_n": 1},
         {"prompt_logprobs_last_n": 3},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {0: 100.0, 1: -100.0} | dict.fromkeys(range(2, 300), 0.5)},
     ],
 )
 def test_options_at_their_limits_are_accepted(fields: dict[str, Any]) -> None:

@@ -18,10 +18,10 @@ from tuneserve_server.access.auth import open_tenant
 pytestmark = pytest.mark.anyio
 
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-    ({"frequency_penalty": -1}, "frequency_penalty", "not supported"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-    ({"best_of": 3}, "best_of", "not supported"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "-2 to 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "-2 to 2"),
+    ({"logit_bias": {"64": 1}}, "logit_bias", "0 to 63"),
+    ({"n": 2, "best_of": 1}, "best_of", "below n"),
     ({"suffix": "x"}, "suffix", "not supported"),
     ({"min_p": 0.1}, "min_p", "not supported"),
     ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
@@ -48,6 +48,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"model": ""}, "model", "at least 1"),
 ]
 REFUSED_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"best_of": 3}, "best_of", "not supported"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "not a field"),

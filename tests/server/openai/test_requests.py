@@ -54,6 +54,20 @@ def test_options_reach_the_command_of_every_prompt() -> None:
     assert commands(request, [1, 2, 3], [4]) == [expected, replace(expected, prompt=[4])]
 
 
+def test_biases_and_penalties_reach_the_command() -> None:
+    fields = {"logit_bias": {"5": -100, "07": 0.5}, "presence_penalty": -2, "frequency_penalty": 2}
+    expected = {"logit_bias": {5: -100, 7: 0.5}, "presence_penalty": -2, "frequency_penalty": 2}
+    assert commands(completion(**fields)) == [replace(PLAIN, max_tokens=16, **expected)]
+    assert commands(chat(**fields)) == [replace(PLAIN, **expected)]
+
+
+def test_best_of_is_the_number_of_samples() -> None:
+    request = completion(n=2, best_of=5)
+    assert commands(request) == [replace(PLAIN, max_tokens=16, num_samples=5)]
+    assert requests.kept(request) == 2
+    assert commands(completion(n=3, best_of=3, stream=True))[0].num_samples == 3
+
+
 def test_null_means_the_default() -> None:
     fields = dict.fromkeys(("n", "max_tokens", "stop", "temperature", "top_p", "logprobs", "tools"))
     assert commands(completion(**fields)) == [replace(PLAIN, max_tokens=16)]
@@ -75,6 +89,14 @@ def test_no_stops_are_no_additional_stops() -> None:
         ({"logprobs": 6}, "logprobs", "it must be 0 to 5"),
         ({"stop": ["a", ""]}, "stop", "empty string"),
         ({"seed": -1}, "seed", "it must be 0 to"),
+        ({"presence_penalty": -2.1}, "presence_penalty", "-2.1; it must be -2 to 2"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "it must be -2 to 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "101.* for token 5; it must be -100 to 100"),
+        ({"logit_bias": {"64": 1}}, "logit_bias", "token 64; tokens of .* are 0 to 63"),
+        ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias", "301 tokens; .* is 300"),
+        ({"n": 3, "best_of": 2}, "best_of", "2, below n, which is 3"),
+        ({"best_of": 257}, "best_of", "it must be 1 to 256"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of", "leave out stream or best_of"),
     ],
 )
 def test_a_value_outside_its_limits_is_refused_by_name(
@@ -94,8 +116,10 @@ def test_fields_that_ask_for_nothing_or_change_no_answer_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "told"),
     [
-        ({"best_of": 2}, "best_of", "not supported by this server, .* or send 1"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "or send {}"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "token id in decimal digits"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "token id in decimal digits"),
+        ({"logit_bias": [5]}, "logit_bias", "^logit_bias"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias", "^logit_bias"),
         ({"min_p": 0.1}, "min_p", "or send 0"),
         ({"colour": 1}, "colour", "not a field that this server knows"),
         ({"max_token": 1}, "max_token", r"did you mean max_tokens\? Rename it"),

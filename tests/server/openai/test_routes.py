@@ -145,6 +145,18 @@ async def test_an_echo_starts_with_the_prompt_and_its_logprobs(speaking: Any) ->
     assert answer["usage"]["completion_tokens"] == 6
 
 
+async def test_an_echo_has_the_logprob_of_the_end_of_sequence(speaking: Any) -> None:
+    """lm-evaluation-harness takes the last logprob as that of its one token, whatever it is."""
+    ask = {"echo": True, "logprobs": 1, "seed": 61}
+    (choice,) = (await complete(speaking, **ask, max_tokens=1))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "<eos>"]
+    assert choice["logprobs"]["token_logprobs"] == scores([0, 1, 63])
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+    (cut,) = (await complete(speaking, **ask | {"seed": 59}, max_tokens=9, stop=" "))["choices"]
+    assert (cut["text"], cut["logprobs"]["tokens"]) == ("ab9", ["a", "b", "9"])
+
+
 @pytest.mark.parametrize(("n", "said"), [(1, ["ab"]), (2, ["ab", "ab"])])
 async def test_an_echo_of_no_tokens_is_the_prompt_alone(
     speaking: Any, n: int, said: list[str]
@@ -194,6 +206,24 @@ async def test_tokens_may_be_named_by_their_ids(speaking: Any) -> None:
     assert all(
         name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top
     )
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_best_of_returns_the_samples_with_the_highest_mean_logprob(
+    speaking: Any, echo: bool
+) -> None:
+    def mean(sample: int) -> float:
+        drawn = [9 + sample + place for place in range(3)]
+        return sum(map(logprob, [1, *drawn], drawn)) / 3
+
+    best = sorted(range(5), key=lambda sample: -mean(sample))
+    assert best[:2] != [0, 1]  # the order in which they are drawn
+    answer = await complete(speaking, n=2, best_of=5, echo=echo)
+    said = [LETTERS[9 + sample : 12 + sample] for sample in best[:2]]
+    assert texts(answer) == [echo * "ab" + each for each in said]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 15
+    assert texts(await complete(speaking, n=5, best_of=5))[0] == "jkl"  # all, as they were drawn
 
 
 async def test_without_a_seed_each_prompt_gets_its_own(speaking: Any) -> None:

@@ -23,7 +23,11 @@ from tuneserve_engine.core.jobs import (
     SampleCommand,
     SparseTargets,
 )
-from tuneserve_engine.core.sampling_options import MAX_TOP_K, check_sampling_options
+from tuneserve_engine.core.sampling_options import (
+    MAX_TOP_K,
+    check_biased_tokens,
+    check_sampling_options,
+)
 
 _LEFT = "of which at least one must be left to sample"
 _EMPTY = (0, -99999.0)
@@ -37,6 +41,7 @@ def to_request(command: SampleCommand, info: BaseModelInfo) -> SamplingRequest:
     """
     prompt = _prompt(command, info)
     check_sampling_options(command)
+    check_biased_tokens(command, info)
     most = _most_tokens(command, info)
     _check_size(command, most)
     return SamplingRequest(
@@ -48,6 +53,9 @@ def to_request(command: SampleCommand, info: BaseModelInfo) -> SamplingRequest:
         temperature=command.temperature,
         top_k=command.top_k,
         top_p=command.top_p,
+        logit_bias=command.logit_bias,
+        presence_penalty=command.presence_penalty,
+        frequency_penalty=command.frequency_penalty,
         stop_tokens=_stop_tokens(command, info),
         stop_strings=tuple(command.stop_strings or ()),
         prompt_logprobs=command.prompt_logprobs,

@@ -111,7 +111,7 @@ def decoded_bytes(config: ModelConfig, rows: int) -> int:
     For a single row, XLA multiplies by itself, with a float32 copy of the unembedding.
     """
     layers = _WORKSPACE_BYTES + rows * 24 * config.intermediate + 2**19
-    draws = rows * (19 * config.vocab_size + 4 * config.hidden) + 2**20
+    draws = rows * (23 * config.vocab_size + 4 * config.hidden) + 2**20
     copied = 4 * config.vocab_size * config.hidden if rows == 1 else 0
     return max(layers, draws) + copied
 

@@ -18,6 +18,7 @@ from tuneserve_engine.backend.jax.attention.paged import Pages
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import AdapterSlotTable
 from tuneserve_engine.backend.jax.sampling.adapter_slots import DecodeAdapters, scans_layers
 from tuneserve_engine.backend.jax.sampling.kv_pages import KvPageAllocator, prefix_hashes
+from tuneserve_engine.backend.jax.sampling.logit_edits import SlotEdits
 from tuneserve_engine.backend.jax.sampling.logits import AnyArray, RowParams, seed_halves
 from tuneserve_engine.backend.jax.sampling.programs import (
     STEPS_PER_DISPATCH,
@@ -105,7 +106,8 @@ class DecodeBatch:
         self._put_off = False  # whether a chunk was put off for one dispatch
         self._in_a_row = 0  # chunks prefilled since the last decoding
         self._adapters: DecodeAdapters | None = None
-        self._state = no_slots(slots, programs.table_width)
+        self._state = no_slots(slots, programs.table_width, programs.context_length)
+        self._edits = SlotEdits(self._state.edits, programs.put)
 
     @property
     def prefilling(self) -> int:
@@ -201,8 +203,6 @@ class DecodeBatch:
         self._adapters = self._programs.set_slot_adapter(
             self._rank_bucket, self._adapters, np.int32(adapter_slot), adapter
         )
-
-    # --- reading --------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Prefill a chunk of the prompts and decode a few tokens."""
@@ -327,11 +327,10 @@ class DecodeBatch:
             sequence.private_pages
         )
         _set_row(self._state.rows, slot, sequence)
+        self._edits.start(slot, sequence.request)
         self._state.tokens[slot] = sequence.request.prompt[-1]
         self._state.positions[slot] = sequence.context
         self._state.step[slot] = 0
-
-    # --- writing --------------------------------------------------------------------------------
 
     def decode(self) -> None:
         """Decode a few tokens of every sequence in one dispatch; drop those after its end."""
@@ -341,7 +340,7 @@ class DecodeBatch:
             if sequence is not None and slot not in self._prefilling
         ]
         top_asked = any(sequence.request.topk_sample for _, sequence in decoding)
-        state = self._state._replace(top=np.bool_(top_asked))
+        state = self._state._replace(top=np.bool_(top_asked), edits=self._edits.arrays)
         decoded: Decoded = self._programs.decode(
             self._rank_bucket, self._cache.take_pages(), self._cache.weights, self._adapters, state
         )
@@ -358,6 +357,7 @@ class DecodeBatch:
                     self._free(slot)
                     break
             else:
+                self._edits.extend(slot, int(self._state.step[slot]), tokens[:, slot])
                 self._state.tokens[slot] = sequence.tokens[-1]
                 self._state.positions[slot] += len(tokens)
                 self._state.step[slot] += len(tokens)
@@ -372,6 +372,7 @@ class DecodeBatch:
             self._prefilling.remove(slot)
         self._state.positions[slot] = -1
         self._state.table[slot] = 0
+        self._edits.end(slot)
         _set_row(self._state.rows, slot, None)
 
 

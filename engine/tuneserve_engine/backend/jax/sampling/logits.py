@@ -36,23 +36,30 @@ def seed_halves(seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], dtype=np.uint32)
 
 
-def draw(
-    logits: Float[Array, "B V"], step: Int[Array, " B"], rows: RowParams
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Return each row's token number ``step`` and its logprob before top-k and top-p.
+def draw(logits: Float[Array, "B V"], step: Int[Array, " B"], rows: RowParams) -> Int[Array, " B"]:
+    """Return each row's token number ``step``.
 
-    The token depends on the row's seed, sample index, step and logits alone. Temperature 0 takes
-    the most likely token and reports its logprob at temperature 1.
+    It depends on the row's seed, sample index, step and logits alone. Temperature 0 takes the most
+    likely token.
     """
     temperature = jnp.asarray(rows.temperature)
-    scaled = at_temperature(logits, temperature)
-    weights = nucleus(logits, jnp.exp(scaled), jnp.asarray(rows.top_k), jnp.asarray(rows.top_p))
+    weights = jnp.exp(at_temperature(logits, temperature))
+    weights = nucleus(logits, weights, jnp.asarray(rows.top_k), jnp.asarray(rows.top_p))
     words = jax.vmap(_words, in_axes=(0, None, 0, 0))(
         jnp.asarray(rows.seed), _SAMPLES, jnp.asarray(rows.sample), step
     )
     drawn = inverse_cdf(weights, *words)
-    token = jnp.where(temperature > 0, drawn, _argmax(logits))
-    return token, token_logprobs(scaled, token[:, None])[:, 0]
+    return jnp.where(temperature > 0, drawn, _argmax(logits))
+
+
+def drawn_logprobs(
+    logits: Float[Array, "B V"], temperature: Float[Array, " B"], tokens: Int[Array, " B"]
+) -> Float[Array, " B"]:
+    """Return the logprob of each row's token at its temperature; temperature 0 counts as 1.
+
+    It is that of the whole distribution: before top-k and top-p.
+    """
+    return token_logprobs(at_temperature(logits, temperature), tokens[:, None])[:, 0]
 
 
 def at_temperature(

@@ -36,11 +36,18 @@ from tuneserve_engine.backend.jax.sampling.adapter_slots import (
     scans_layers,
     set_slot_adapter,
 )
+from tuneserve_engine.backend.jax.sampling.logit_edits import (
+    LogitEdits,
+    edited,
+    no_edits,
+    no_recent,
+)
 from tuneserve_engine.backend.jax.sampling.logits import (
     AnyArray,
     RowParams,
     draw,
     draw_alternatives,
+    drawn_logprobs,
     token_logprobs,
     top_logprobs,
 )
@@ -101,6 +108,7 @@ class DecodeState(NamedTuple):
     table: AnyArray  # [B, E] int32 the pages of its sequence
     adapter_slot: AnyArray  # [B] int32; on a CPU, each decode slot has its own
     rows: RowParams
+    edits: LogitEdits
     top: Scalar  # bool: whether a decode slot asks for the most likely ids
 
 
@@ -131,6 +139,8 @@ class Programs:
         self.blocks = static_shapes.prefill_tokens // static_shapes.block
         self.block = static_shapes.block
         self.table_width = table_width(static_shapes.context_length, static_shapes.block)
+        self.context_length = static_shapes.context_length
+        self.put = programs.mesh.put
         dtype = model.unembedding().dtype
         self.adapter_slots = adapter_slot_count(slots, is_shared=scans_layers())
         make_bank = partial(empty_adapters, slots=self.adapter_slots)
@@ -180,7 +190,7 @@ class Programs:
             adapters = jax.eval_shape(
                 partial(empty_adapters, slots=self.adapter_slots), adapter.weights
             )
-            state = no_slots(slots, self.table_width)
+            state = no_slots(slots, self.table_width, self.context_length)
             self.prefill.declare(rank, pages, weights, adapters, blocks, order=order)
             self.decode.declare(rank, pages, weights, adapters, state, order=order)
             self.score.declare(rank, hidden, adapters, blocks.slot, score_request, order=order)
@@ -199,8 +209,8 @@ def no_rows(slots: int) -> RowParams:
     )
 
 
-def no_slots(slots: int, width: int) -> DecodeState:
-    """Return the state of idle decode slots."""
+def no_slots(slots: int, width: int, length: int) -> DecodeState:
+    """Return the state of idle decode slots, for up to ``length`` drawn tokens in each."""
     return DecodeState(
         tokens=np.zeros(slots, np.int32),
         positions=np.full(slots, -1, np.int32),
@@ -208,6 +218,7 @@ def no_slots(slots: int, width: int) -> DecodeState:
         table=np.zeros((slots, width), np.int32),
         adapter_slot=np.zeros(slots, np.int32),
         rows=no_rows(slots),
+        edits=no_edits(slots, length),
         top=np.bool_(False),
     )
 
@@ -320,18 +331,20 @@ def _decode(
         layers, unembed = _unstacked_layers(weights, adapters, None), adapters.of_unembedding()
 
     def one(
-        carry: tuple[Array, Pages], number: Array
-    ) -> tuple[tuple[Array, Pages], tuple[Array, Array, TopTokens]]:
-        tokens, pages = carry
+        carry: tuple[Array, Pages, Array], number: Array
+    ) -> tuple[tuple[Array, Pages, Array], tuple[Array, Array, TopTokens]]:
+        tokens, pages, recent = carry
         at = jnp.where(positions < 0, -1, positions + number)
         hidden, pages = model.continued(tokens[:, None], Paged(at[:, None], table, pages, layers))
         logits = model.logits(hidden, unembed)[:, 0]
-        tokens, logprobs = draw(logits, step + number, slots.rows)
+        tokens = draw(edited(logits, slots.edits, step, recent), step + number, slots.rows)
+        logprobs = drawn_logprobs(logits, temperature, tokens)
         top = _if(slots.top, lambda: _top(logits, temperature))
-        return (tokens, pages), (tokens, logprobs, top)
+        return (tokens, pages, recent.at[:, number].set(tokens)), (tokens, logprobs, top)
 
     numbers = jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
-    (_, pages), drawn = jax.lax.scan(one, (jnp.asarray(slots.tokens), pages), numbers)
+    recent = no_recent(len(step), STEPS_PER_DISPATCH)
+    (_, pages, _), drawn = jax.lax.scan(one, (jnp.asarray(slots.tokens), pages, recent), numbers)
     return Decoded(pages, *drawn)
 
 

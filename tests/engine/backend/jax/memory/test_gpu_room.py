@@ -143,12 +143,12 @@ def test_the_room_of_prefill_is_what_its_compiled_programs_need(
         ("qwen3-0.6b", 1, 598),
         ("qwen3-8b", 1, 2379),
         ("llama-8b", 1, 2009),
-        ("qwen3-8b", 16, 44.71),
-        ("llama-8b", 16, 37.78),
-        ("qwen3-8b", 64, 176.79),
-        ("llama-8b", 64, 149.49),
-        ("qwen3-14b", 64, 177.01),
-        ("qwen3-0.6b", 256, 704.81),
+        ("qwen3-8b", 16, 54.54),
+        ("llama-8b", 16, 46.08),
+        ("qwen3-8b", 64, 213.89),
+        ("llama-8b", 64, 180.81),
+        ("qwen3-14b", 64, 214.11),
+        ("qwen3-0.6b", 256, 853.30),
     ],
 )
 def test_the_room_of_decoding_is_what_its_compiled_programs_need(

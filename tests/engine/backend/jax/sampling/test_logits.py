@@ -18,6 +18,7 @@ from tuneserve_engine.backend.jax.sampling.logits import (
     at_temperature,
     draw,
     draw_alternatives,
+    drawn_logprobs,
     nucleus,
     seed_halves,
     token_logprobs,
@@ -50,7 +51,12 @@ def rows(
 
 @partial(jax.jit, static_argnames="count")
 def _draw_many(logits: Any, step: Any, params: RowParams, *, count: int) -> Any:
-    return draw(jnp.tile(logits[None], (count, 1)), jnp.full(count, step, jnp.int32), params)
+    return _drawn(jnp.tile(logits[None], (count, 1)), jnp.full(count, step, jnp.int32), params)
+
+
+def _drawn(logits: Any, step: Any, params: RowParams) -> Any:
+    tokens = draw(logits, step, params)
+    return tokens, drawn_logprobs(logits, jnp.asarray(params.temperature), tokens)
 
 
 def draw_many(params: RowParams, *, logits: Any = LOGITS, step: int = 0) -> tuple[Any, Any]:
@@ -236,7 +242,7 @@ def test_a_row_of_nan_changes_no_bit_of_its_neighbours() -> None:
     spoilt = clean.copy()
     spoilt[2] = np.nan
     step = jnp.zeros(8, jnp.int32)
-    run = jax.jit(draw)
+    run = jax.jit(_drawn)
     keep = np.arange(8) != 2
     for want, got in zip(run(clean, step, params), run(spoilt, step, params), strict=True):
         np.testing.assert_array_equal(np.asarray(got)[keep], np.asarray(want)[keep])

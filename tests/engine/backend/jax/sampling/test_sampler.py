@@ -147,6 +147,11 @@ COMPANY = (
     request(5, seed=8, max_tokens=1, num_samples=5),
     request(17, seed=9, max_tokens=12, num_samples=2),
     request(1, seed=10, stop_tokens=frozenset(range(40)), max_tokens=15, prompt_logprobs=True),
+    request(5, seed=11, num_samples=2, max_tokens=20, logit_bias={3: 4.0, 66: -100.0}),
+    request(
+        4, seed=12, snapshot_id="rank 2", temperature=0.0, frequency_penalty=2.0, max_tokens=24
+    ),
+    request(3, seed=13, frequency_penalty=-0.5, presence_penalty=1.5, num_samples=3, topk_sample=2),
 )
 
 
@@ -449,6 +454,9 @@ def any_request(draw: st.DrawFn) -> SamplingRequest:
         temperature=draw(st.sampled_from([0.0, 1e-30, 0.7, 1.0, 1e30])),
         top_k=draw(st.sampled_from([-1, 1, 5, 67, 2**40])),
         top_p=draw(st.sampled_from([1.0, 0.9, 1e-9])),
+        logit_bias=draw(st.dictionaries(st.integers(0, 66), st.floats(-100, 100), max_size=67)),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, -2.0, 0.3])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 2.0])),
         stop_tokens=frozenset(draw(st.sets(st.integers(0, 66), max_size=3))),
         stop_strings=tuple(draw(st.lists(st.sampled_from(["ab", "x"]), max_size=2))),
         prompt_logprobs=draw(st.booleans()),
