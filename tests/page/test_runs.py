@@ -182,6 +182,15 @@ def test_the_curves_are_all_there_and_hidden_without_points(visit: Visit) -> Non
     assert page.locator(".figures figure:visible").count() == len(points)
 
 
+def test_the_title_of_a_chart_with_two_lines_says_which_is_which(visit: Visit) -> None:
+    page = open_view(visit, f"#/runs/{run_id(NEWEST)}")
+    title = page.locator("figcaption", has_text="Loss and held-out loss")
+    expect(title.locator("line")).to_have_count(2)
+    colours = title.locator("line").evaluate_all("lines => lines.map((one) => one.style.stroke)")
+    assert len(set(colours)) == 2 and all(re.fullmatch(r"var\(--line-\d+\)", c) for c in colours)
+    expect(page.locator("figcaption", has_text="Learning rate").locator("line")).to_have_count(0)
+
+
 def test_dragging_zooms_and_a_double_click_shows_the_whole(visit: Visit) -> None:
     page = open_run(visit, 495)
     chart = page.locator('[data-column="loss"] .u-over')

@@ -46,7 +46,7 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HarnessOptions:
     """The tasks to run, and how."""
 
     tasks: list[str]
@@ -124,13 +124,13 @@ def evaluate(  # noqa: PLR0913 - options
     if chosen is Harness.INSPECT and (fewshot is not None or include is not None):
         end("--fewshot and --include are for lm-eval; leave them out for inspect", REFUSED)
     program = _program(chosen)  # before anything is asked of the server
-    evaluation = Evaluation(names, limit, fewshot, chat, concurrency, include)
+    asked = HarnessOptions(names, limit, fewshot, chat, concurrency, include)
     with connected(url, api_key, deadline_s=PATIENT_S, name="eval") as client:
         endpoint = _endpoint(client, what, url, api_key or OPEN_KEY)
     folder = output / f"{chosen}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder.mkdir(parents=True)
     run = _run_lm_eval if chosen is Harness.LM_EVAL else _run_inspect
-    scores = run(program, endpoint, evaluation, folder.absolute(), to_stderr=as_json)
+    scores = run(program, endpoint, asked, folder.absolute(), to_stderr=as_json)
     found = {
         "model": endpoint.model,
         "base_model": endpoint.base_model,
@@ -183,7 +183,7 @@ def _endpoint(client: "sdk.Client", what: str | None, url: str, api_key: str) ->
 def _run_lm_eval(
     program: str,
     endpoint: Endpoint,
-    evaluation: Evaluation,
+    asked: HarnessOptions,
     folder: Path,
     *,
     to_stderr: bool,
@@ -196,18 +196,18 @@ def _run_lm_eval(
             "base_url": f"{endpoint.url}/v1/completions",
             "tokenizer_backend": "huggingface",
             "tokenizer": tokenizer,
-            "num_concurrent": evaluation.concurrency,
+            "num_concurrent": asked.concurrency,
         }
         if endpoint.context_length is not None:
             model["max_length"] = endpoint.context_length
         command = [program, "--model", "local-completions"]
         command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
-        command += ["--tasks", ",".join(evaluation.tasks), "--output_path", str(folder)]
-        options = {"limit": evaluation.limit, "num_fewshot": evaluation.fewshot}
-        options["include_path"] = evaluation.include  # type: ignore[assignment]
+        command += ["--tasks", ",".join(asked.tasks), "--output_path", str(folder)]
+        options = {"limit": asked.limit, "num_fewshot": asked.fewshot}
+        options["include_path"] = asked.include  # type: ignore[assignment]
         for name, value in options.items():
             command += [] if value is None else [f"--{name}", str(value)]
-        command += ["--apply_chat_template"] if evaluation.chat else []
+        command += ["--apply_chat_template"] if asked.chat else []
         _run(command, endpoint.environment, to_stderr=to_stderr)
     return lm_eval_scores(_read(folder, "results_*.json"))
 
@@ -215,17 +215,17 @@ def _run_lm_eval(
 def _run_inspect(
     program: str,
     endpoint: Endpoint,
-    evaluation: Evaluation,
+    asked: HarnessOptions,
     folder: Path,
     *,
     to_stderr: bool,
 ) -> Scores:
-    command = [program, "eval", *evaluation.tasks]
+    command = [program, "eval", *asked.tasks]
     command += ["--model", f"openai-api/tuneserve/{endpoint.model}"]
     command += ["--model-base-url", f"{endpoint.url}/v1", "--display", "plain"]
-    command += ["--max-connections", str(evaluation.concurrency)]
+    command += ["--max-connections", str(asked.concurrency)]
     command += ["--log-dir", str(folder), "--log-format", "json"]
-    command += [] if evaluation.limit is None else ["--limit", str(evaluation.limit)]
+    command += [] if asked.limit is None else ["--limit", str(asked.limit)]
     _run(command, endpoint.environment, to_stderr=to_stderr)
     return inspect_scores(_read(folder, "*.json"))
 

@@ -29,6 +29,12 @@ export function zoomOf(query) {
 }
 
 const labelled = (text, control) => make("label", {}, text, control);
+const swatch = () =>
+  make(
+    "svg",
+    { viewBox: "0 0 28 10", width: "28", height: "10", "aria-hidden": "true" },
+    make("line", { x1: "1", y1: "5", x2: "27", y2: "5", "stroke-width": "3", class: "swatch" }),
+  );
 const rounded = (value) => String(+value.toPrecision(6));
 
 export class CurvePanel {
@@ -115,16 +121,21 @@ export class CurvePanel {
     const chart = this.charts.get(group[0]);
     chart.isLog = isLog && LOGGED.has(group[0]);
     chart.show(lines, { x: AXES[axis], zoom });
+    for (const [index, swatch] of element.querySelectorAll(".swatch").entries()) {
+      swatch.style.stroke = `var(${lines[index].colour})`; // only a single run has several lines here
+    }
     say(part(element, "by"), `, by ${axis}`);
   }
 
   figure(group) {
     const [column] = group;
-    const about = group.map((each) => TITLES[each]).join(" and ");
+    const titles = group.map((each, index) => (index ? TITLES[each].toLowerCase() : TITLES[each]));
+    const about = titles.join(" and ");
     const place = make("div", { class: "chart", role: "img" });
     place.dataset.column = column;
     const png = make("button", { type: "button", class: "small", "aria-label": `Download ${about} as PNG` }, "PNG");
-    const title = make("span", {}, about, make("span", { class: "by" }));
+    const names = group.length === 1 ? [about] : titles.flatMap((each, index) => [...(index ? [" and "] : []), swatch(), ` ${each}`]);
+    const title = make("span", {}, ...names, make("span", { class: "by" }));
     const figure = make("figure", {}, make("figcaption", {}, title, png), place);
     const chart = new Chart(place, {
       format: FORMATS[column],
