@@ -212,7 +212,7 @@ class LimitsContract(Contract):
         assert not (await bench.store.submit(create(), model())).duplicate
         assert [each.kind for each in await bench.take()] == [JobKind.CREATE_MODEL]
 
-    @staged(StorePolicy(tenant_jobs=2, tenant_bytes=600))
+    @staged(StorePolicy(tenant_jobs=2, tenant_bytes=800))
     async def test_every_end_of_a_request_makes_room(self, bench: Bench) -> None:
         async def is_full() -> bool:
             return await is_refused(bench, sample(99))
