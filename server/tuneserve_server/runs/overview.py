@@ -9,7 +9,7 @@ from typing import Literal
 
 from tuneserve_engine.core.records import ModelRecord, ModelStatus
 from tuneserve_engine.core.usage import TenantUsage, Totals
-from tuneserve_engine.store.base import Store, StoreStats
+from tuneserve_engine.store.base import Page, Store, StoreStats
 from tuneserve_server.dashboard.curves import CurveReader
 from tuneserve_server.runs.names import RunNames, is_archived, tags_of
 from tuneserve_server.runs.progress import Progress
@@ -28,7 +28,8 @@ Sort = Literal[
     "tokens",
     "device",
 ]
-_USAGE_S = 3.0  # it is a sum over all days
+_USAGE_S, _ALL_USAGE_S = 3.0, 30.0  # sums over all days: of one tenant, of all tenants
+_READ = 200  # models at once
 _KEPT = 4096  # curves
 _TENANTS = 1024
 
@@ -98,26 +99,51 @@ class RunOverview:
 
         Runs without the figure that they are sorted by come last.
         """
-        page = await self._store.page_of_records(ModelRecord, tenant=tenant)
-        names = {each.key: await self._names.name_of(each) for each in page.items}
-        found = [each for each in page.items if _fits(each, names[each.key], query)]
-        window = slice(query.offset, query.offset + query.limit)
-        if query.sort in _BY_RECORD:
-            by = _BY_RECORD[query.sort]
-            found.sort(key=lambda each: by(each, names[each.key]), reverse=query.descending)
-            return await self.describe(found[window], tenant), len(found)
-        described = await self.describe(found, tenant)
-        figure = _BY_SUMMARY[query.sort]
-        known = [each for each in described if figure(each) is not None]
-        known.sort(key=lambda each: figure(each) or 0.0, reverse=query.descending)
-        unknown = [each for each in described if figure(each) is None]
-        return (known + unknown)[window], len(found)
+        ranked: dict[str, float | str | None] = {}
+        totals = await self._totals(tenant) if query.sort in _BY_TOTAL else {}
+        read = 0
+        while models := (await self._page(tenant, read)).items:
+            read += len(models)
+            for model in models:
+                name = await self._names.name_of(model)
+                if _fits(model, name, query):
+                    total = totals.get((model.tenant, model.key), Totals())
+                    ranked[model.key] = await self._rank(model, name, total, query.sort)
+        known = [key for key, rank in ranked.items() if rank is not None]
+        if query.sort != "created":  # of equal ones, the newest come first
+            known.sort(key=lambda key: _sortable(ranked[key]), reverse=query.descending)
+        elif not query.descending:
+            known.reverse()
+        keys = known + [key for key, rank in ranked.items() if rank is None]
+        found = [
+            await self._store.get_record(ModelRecord, key)
+            for key in keys[query.offset : query.offset + query.limit]
+        ]
+        return await self.describe([each for each in found if each], tenant), len(keys)
+
+    async def _page(self, tenant: str | None, offset: int) -> Page[ModelRecord]:
+        """Return some models: a few at once, because their metadata may be large."""
+        return await self._store.page_of_records(
+            ModelRecord, tenant=tenant, limit=_READ, offset=offset
+        )
+
+    async def _rank(
+        self, model: ModelRecord, name: str, total: Totals, sort: Sort
+    ) -> float | str | None:
+        """Return the value by which the run is sorted; None if it is not known."""
+        if sort in _BY_RECORD:
+            return _BY_RECORD[sort](model, name)
+        if sort in _BY_TOTAL:
+            return _BY_TOTAL[sort](total)
+        return _BY_PROGRESS[sort](await self._progress(model))
 
     async def _totals(self, tenant: str | None) -> dict[tuple[str, str], Totals]:
         """Return the usage of each model, by tenant and model."""
         if tenant not in self._usage:
             self._usage[tenant] = CachedQuery(
-                lambda: self._store.usage(tenant), _USAGE_S, self._clock
+                lambda: self._store.usage(tenant),
+                _ALL_USAGE_S if tenant is None else _USAGE_S,
+                self._clock,
             )
             if len(self._usage) > _TENANTS:
                 self._usage.popitem(last=False)
@@ -172,17 +198,23 @@ def _fits(model: ModelRecord, name: str, query: RunQuery) -> bool:
     return any(wanted in each.casefold() for each in texts)
 
 
-_BY_RECORD: dict[str, Callable[[ModelRecord, str], tuple[str | float, ...]]] = {
-    "created": lambda model, _: (model.created_s,),
-    "last_request": lambda model, _: (model.last_request_s,),
-    "name": lambda model, name: (name.casefold(), model.created_s),
-    "state": lambda model, _: (state_of(model), model.created_s),
-    "duration": lambda model, _: (_duration_s(model, time.time()),),
+def _sortable(rank: float | str | None) -> tuple[str, float]:
+    return (rank, 0.0) if isinstance(rank, str) else ("", rank or 0.0)
+
+
+_BY_RECORD: dict[Sort, Callable[[ModelRecord, str], float | str]] = {
+    "created": lambda model, _: model.created_s,
+    "last_request": lambda model, _: model.last_request_s,
+    "name": lambda _, name: name.casefold(),
+    "state": lambda model, _: state_of(model),
+    "duration": lambda model, _: _duration_s(model, time.time()),
 }
-_BY_SUMMARY: dict[str, Callable[[RunSummary], float | None]] = {
-    "step": lambda run: run.progress.step,
-    "loss": lambda run: run.progress.loss,
-    "held_out_loss": lambda run: run.progress.held_out_loss,
-    "tokens": lambda run: run.total.trained_tokens,
-    "device": lambda run: run.total.device_s,
+_BY_TOTAL: dict[Sort, Callable[[Totals], float]] = {
+    "tokens": lambda total: total.trained_tokens,
+    "device": lambda total: total.device_s,
+}
+_BY_PROGRESS: dict[Sort, Callable[[Progress], float | None]] = {
+    "step": lambda progress: progress.step,
+    "loss": lambda progress: progress.loss,
+    "held_out_loss": lambda progress: progress.held_out_loss,
 }

@@ -110,6 +110,9 @@ async def test_a_search_finds_by_text_tag_state_and_archive(service: Any) -> Non
     assert await search(service, "q=nothing") == []
     assert await search(service, "sort=name&order=asc") == [b, a]
     assert await search(service, "limit=1&offset=1") == [a]
+    assert await search(service, "order=asc") == [a, b]
+    assert await search(service, "archived=all&sort=state") == [c, a, b]  # running, finished
+    assert await search(service, "archived=all&sort=state&order=asc") == [b, c, a]
     assert (await run_of(service, a))["steps"] == 12
 
 
