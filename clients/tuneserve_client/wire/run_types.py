@@ -9,6 +9,8 @@ from tuneserve_client.wire import types
 from tuneserve_client.wire.body import MAX_INT64, Request, Response
 
 MOST_EVENTS = 1_000
+MOST_EVENT_BYTES = 2 * 1024 * 1024
+"""The most bytes of the data of a run's events together: a page of the run sends all of them."""
 MOST_DATA_BYTES = 16 * 1024
 
 EventKind = Literal["samples", "verdict", "note"]

@@ -543,8 +543,12 @@ class TrainingRunResponse(Response):
     duration_s: float | None = Field(
         default=None, description="From the creation to the newest request; to now while running."
     )
-    tokens: int | None = Field(default=None, description="The number of trained tokens.")
-    device_s: float | None = Field(default=None, description="The device time of all requests.")
+    tokens: int | None = Field(
+        default=None, description="The number of tokens in gradients and forward passes."
+    )
+    device_s: float | None = Field(
+        default=None, description="The device time of its requests, without samples."
+    )
 
 
 class TrainingRunsResponse(Response):

@@ -107,6 +107,17 @@ class CurvePoint:
     time_s: float = 0.0
 
 
+def loss_count(loss_sum: float | None, weight: float | None, tokens: int | None) -> float:
+    """Return the number over which the loss of a request is a mean.
+
+    It is the weight of its tokens or, for a loss without weights, their number. A request whose
+    tokens all have the weight 0 has no loss, and does not count.
+    """
+    if weight:
+        return weight
+    return float(tokens or 0) if loss_sum else 0.0
+
+
 def stride(n: int) -> int:
     """Return the stride of the points that are kept of the first ``n + 1`` of a kind.
 

@@ -7,14 +7,22 @@ from dataclasses import asdict, dataclass, replace
 
 import typer
 
-from tuneserve_client import Client, Datum, Future, Model, TrainOutput, TuneserveError
+from tuneserve_client import (
+    Client,
+    Datum,
+    Future,
+    Model,
+    RequestFailed,
+    TrainOutput,
+    TuneserveError,
+)
 from tuneserve_client.paths import PATH_PREFIX
 from tuneserve_server.cli.held_out import weight_of
 from tuneserve_server.cli.run_events import record_event
 from tuneserve_server.cli.train_preview import TokenDecoder
 from tuneserve_server.cli.train_recipe import Recipe
 from tuneserve_server.cli.train_view import Evaluated
-from tuneserve_server.cli.verdict import DivergenceWatch, HeldOut
+from tuneserve_server.cli.verdict import Diverged, DivergenceWatch, HeldOut, has_no_loss
 
 _ROWS = 64
 """The most held-out rows in one request."""
@@ -65,7 +73,12 @@ class Evaluation:
 
         Raises ``Diverged``.
         """
-        loss = held_out_loss(self._model, self._held_out.data)
+        try:
+            loss = held_out_loss(self._model, self._held_out.data)
+        except RequestFailed as error:
+            if has_no_loss(error):
+                raise Diverged(step, "the held-out loss is not finite") from None
+            raise
         before = self.losses
         now = before.with_loss(step, loss) if before else HeldOut.began(step, loss)
         watch.see_held_out(step, loss, now.first_loss)
@@ -82,8 +95,13 @@ class Evaluation:
         try:
             self._model.save(self._best_name, overwrite=True, user_metadata=metadata).result()
         except TuneserveError as error:
-            typer.echo(f"cannot save the best checkpoint: {error}; training goes on", err=True)
-            return replace(losses, best_checkpoint=None)
+            kept = "the best one before stays" if losses.best_checkpoint else "there is none yet"
+            typer.echo(
+                f"cannot save the best checkpoint, of step {step}: {error}; {kept}; training goes "
+                "on",
+                err=True,
+            )
+            return losses
         return saved
 
     def _sampled(self, step: int, steps: int) -> list[dict[str, str]]:

@@ -101,7 +101,7 @@ class Reports:
         for tracker in wanted:
             try:
                 reports._sinks[tracker] = _SINKS[tracker](name, config)
-            except Exception as error:  # of whatever kind: the package is another's
+            except Exception as error:  # any, because the tracker's package raises it
                 _say_lost(tracker, error)
         return reports
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from tuneserve_engine.core.usage import loss_count
+
 if TYPE_CHECKING:
     from tuneserve_client.wire import types
 
@@ -15,7 +17,8 @@ class StepRow:
     """An optimizer step; ``tokens`` counts the trained tokens up to it.
 
     ``held_out_loss`` is the mean loss of the forward passes between this step and the next. Forward
-    passes before the first step have a row, step 0.
+    passes before the first step have a row of their own. Steps only grow, as in ``Progress``. A
+    long curve keeps only some of its points, and ``tokens`` counts only theirs.
     """
 
     step: int
@@ -42,9 +45,13 @@ def step_rows(points: Iterable["types.CurvePointResponse"]) -> list[StepRow]:
             last = rows.pop() if rows else StepRow(0, point.time.isoformat(), tokens)
             rows.append(replace(last, held_out_loss=mean_loss(forwards)))
         else:
+            before = rows[-1].step if rows else 0
+            step = max(point.step or 0, before + 1)
+            if len(rows) == 1 and before == 0:  # the evaluation before the first step
+                rows = [replace(rows[0], step=step - 1)]
             rows.append(
                 StepRow(
-                    step=point.step or 0,
+                    step=step,
                     time=point.time.isoformat(),
                     tokens=tokens,
                     loss=mean_loss(gradients),
@@ -57,8 +64,8 @@ def step_rows(points: Iterable["types.CurvePointResponse"]) -> list[StepRow]:
 
 
 def mean_loss(points: Sequence["types.CurvePointResponse"]) -> float | None:
-    """Return the mean loss, as on the dashboard: over the tokens' weights, else over tokens."""
-    count = sum(each.weight or each.tokens or 0.0 for each in points)
+    """Return the mean loss of the requests: see ``loss_count``."""
+    count = sum(loss_count(each.loss_sum, each.weight, each.tokens) for each in points)
     return sum(each.loss_sum or 0.0 for each in points) / count if count else None
 
 

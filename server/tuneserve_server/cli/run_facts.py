@@ -95,7 +95,8 @@ def texts_of(facts: RunFacts) -> dict[str, str | list[str]]:
     if facts.usage is not None:
         texts["cost"] = (
             f"{facts.usage.device_ms / 1000:.2f} device seconds, {facts.usage.trained_tokens} "
-            f"tokens trained, {facts.usage.padded_tokens} padded, {facts.usage.flops:.3g} FLOPs"
+            f"tokens trained and evaluated, {facts.usage.padded_tokens} padded, "
+            f"{facts.usage.flops:.3g} FLOPs, without samples"
         )
     texts["checkpoints"] = facts.checkpoints
     texts["samples"] = _samples(facts.newest("samples"))

@@ -10,7 +10,7 @@ from tuneserve_server.cli.evaluation import Evaluation, metadata_of
 from tuneserve_server.cli.held_out import weight_of
 from tuneserve_server.cli.train_recipe import Recipe
 from tuneserve_server.cli.train_view import Step, View
-from tuneserve_server.cli.verdict import Diverged, DivergenceWatch, HeldOut
+from tuneserve_server.cli.verdict import Diverged, DivergenceWatch, HeldOut, has_no_loss
 
 _AHEAD = 2
 """The number of steps that are sent before the result of an earlier step is read.
@@ -18,7 +18,6 @@ _AHEAD = 2
 The server works on them while results travel.
 """
 _RATE_STEPS = 10
-_NOT_FINITE = "not finite"  # in the server's refusal of such a gradient
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class TrainingLoop:
         try:
             loss = sent.gradient.result().loss / sent.weight
         except RequestFailed as error:
-            if error.category == "user" and _NOT_FINITE in str(error):
+            if has_no_loss(error):
                 raise Diverged(number, "the loss or its gradient is not finite") from None
             raise
         grad_norm = sent.applied.result().metrics.get("grad_norm")

@@ -98,7 +98,8 @@ def _config(plan: TrainPlan, asked: TrainOptions) -> dict[str, Any]:
         "data_digest": plan.recipe.data,
         "rows": len(plan.rows.rows),
         "held_out_rows": plan.held_out_count,
-        "steps": plan.steps,
+        # With another order of the rows, the steps begin anew, and the optimizer's go on.
+        "steps": plan.steps if plan.first or not plan.resume else None,
         "resumed_from": plan.resume,
         "save": asked.save,
     }

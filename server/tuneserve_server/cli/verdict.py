@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
 from tuneserve_client.defaults import LEARNING_RATE
+from tuneserve_client.errors import RequestFailed
 
 Outcome = Literal["finished", "stopped", "diverged"]
 
@@ -15,6 +16,7 @@ _SAME = 0.01
 _HIGH_START = 1.5
 _WINDOW = 3
 _ROUNDING = 0.999
+_NOT_FINITE = "not finite"  # in the server's refusal
 
 
 class Diverged(Exception):
@@ -23,6 +25,11 @@ class Diverged(Exception):
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"diverged at step {step}: {reason}")
         self.step = step
+
+
+def has_no_loss(error: RequestFailed) -> bool:
+    """Return whether the server refused a request because its loss or gradient is not finite."""
+    return error.category == "user" and _NOT_FINITE in str(error)
 
 
 class DivergenceWatch:
@@ -107,8 +114,8 @@ class HeldOut:
         if best >= first * (1 - _SAME):
             if last > first * (1 + _SAME):
                 return (
-                    f"held-out loss rose from {first:.4g} to {last:.4g} and was never below its "
-                    "start: lower --learning-rate, or train on more rows"
+                    f"held-out loss rose from {first:.4g} to {last:.4g} and never fell: lower "
+                    "--learning-rate, or train on more rows"
                 )
             return (
                 f"held-out loss stayed at {last:.4g}, {first:.4g} at the start: raise "

@@ -6,7 +6,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import msgspec
 
 from tuneserve_engine.core.records import ModelRecord
-from tuneserve_engine.core.usage import CurvePoint
+from tuneserve_engine.core.usage import CurvePoint, loss_count
 from tuneserve_engine.store.base import Store
 
 MOST_ROWS = 512
@@ -53,8 +53,7 @@ class Curve:
             self.position = point.position
             if point.kind == "forward_backward":
                 self._loss_sum += point.loss_sum or 0.0
-                # Without weights of the tokens, the loss is a mean over the tokens.
-                self._count += point.weight or point.tokens or 0.0
+                self._count += loss_count(point.loss_sum, point.weight, point.tokens)
             elif point.kind == "optim_step":
                 self._step(point)
 

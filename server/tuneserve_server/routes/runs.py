@@ -22,7 +22,7 @@ from tuneserve_engine.core.records import (
 )
 from tuneserve_server.commands import common as commands
 from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, reply
-from tuneserve_server.errors import BadRequest, DiskFull, TooManyRequests, UnknownResource
+from tuneserve_server.errors import BadRequest, DiskFull, UnknownResource
 from tuneserve_server.http.openapi import fails, takes
 from tuneserve_server.routes.listings import MOST_LISTED, Limit, Offset, checkpoint_body, live
 from tuneserve_server.routes.usage import point_body
@@ -33,7 +33,6 @@ router = APIRouter()
 
 _RUN = "/training_runs/{model_id}"
 _NOT_CHANGED = ("adapter",)  # it chose the kind of adapter when the model was created
-_WAIT_S = 60
 
 Text = Annotated[str, Query(max_length=256)]
 PageLimit = Annotated[int, Query(ge=0, le=MOST_LISTED)]
@@ -193,8 +192,8 @@ async def update_training_run(model_id: str, caller: CallerDep, sent: SentJsonDe
     (``true``), ``outcome`` (``finished``, ``stopped`` or ``diverged``), and ``config``, the JSON of
     what the training loop was asked.
     """
-    model = await caller.owned(ModelRecord, model_id)
     changes = (await sent.parsed(run_types.UpdateRunRequest)).user_metadata
+    model = await caller.owned(ModelRecord, model_id)
     for key in _NOT_CHANGED:
         if key in changes:
             raise UserError(f"the entry {key} of a run cannot be changed; leave it out")
@@ -209,7 +208,7 @@ async def update_training_run(model_id: str, caller: CallerDep, sent: SentJsonDe
     f"{_RUN}/events",
     response_model=run_types.RunEvent,
     openapi_extra=takes(run_types.RunEventRequest),
-    responses=fails(BadRequest, UnknownResource, TooManyRequests, DiskFull),
+    responses=fails(BadRequest, UnknownResource, DiskFull),
 )
 async def add_event(model_id: str, caller: CallerDep, sent: SentJsonDep) -> Response:
     """Keep an event of a run: samples, a verdict or a note."""
@@ -226,12 +225,13 @@ async def add_event(model_id: str, caller: CallerDep, sent: SentJsonDep) -> Resp
         key, caller.tenant, model.key, request.kind, request.step, time.time(), data
     )
     if await caller.store.get_record(RunEventRecord, key) is None:
-        kept = await caller.store.page_of_records(RunEventRecord, parent=model.key, limit=1)
-        if kept.total >= run_types.MOST_EVENTS:
-            raise TooManyRequests(
-                f"this run has {kept.total} events, which is the limit; note fewer: every few "
-                "evaluations instead of each",
-                _WAIT_S,
+        kept = (await caller.store.page_of_records(RunEventRecord, parent=model.key)).items
+        held = sum(len(each.data.encode()) for each in kept)
+        if len(kept) >= run_types.MOST_EVENTS or held + size > run_types.MOST_EVENT_BYTES:
+            raise UserError(
+                f"this run has {len(kept)} events with {held} bytes; the limits are "
+                f"{run_types.MOST_EVENTS} events and {run_types.MOST_EVENT_BYTES} bytes; keep "
+                "fewer: every few evaluations instead of each"
             )
     return reply(_event_body(await caller.store.put_new_record(event)))
 

@@ -9,7 +9,7 @@ from tuneserve_engine.core.records import ModelRecord, SessionRecord
 from tuneserve_engine.store.base import Store
 
 OUTCOMES = ("finished", "stopped", "diverged")
-_KEPT = 4096  # names of sessions
+_KEPT = 65_536  # names of sessions, each of up to 1 KiB
 
 
 class RunNames:

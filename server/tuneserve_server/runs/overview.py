@@ -1,11 +1,13 @@
 """Runs with their states and figures: one page of them, or those that a search finds."""
 
+import asyncio
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakValueDictionary
 
 from tuneserve_engine.core.records import ModelRecord, ModelStatus
 from tuneserve_engine.core.usage import TenantUsage, Totals
@@ -30,7 +32,7 @@ Sort = Literal[
 ]
 _USAGE_S, _ALL_USAGE_S = 3.0, 30.0  # sums over all days: of one tenant, of all tenants
 _READ = 200  # models at once
-_KEPT = 4096  # curves
+_KEPT = 65_536  # models, each with some hundred bytes
 _TENANTS = 1024
 
 
@@ -78,6 +80,7 @@ class RunOverview:
         self._names = RunNames(store)
         self._usage: OrderedDict[str | None, CachedQuery[Sequence[TenantUsage]]] = OrderedDict()
         self._readers: OrderedDict[str, CurveReader[Progress]] = OrderedDict()
+        self._searching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def describe(self, models: Sequence[ModelRecord], tenant: str | None) -> list[RunSummary]:
         """Return the summaries of models of the tenant, or of any tenant for None, in order."""
@@ -97,8 +100,19 @@ class RunOverview:
     async def search(self, query: RunQuery, tenant: str | None) -> tuple[list[RunSummary], int]:
         """Return a page of the runs that the query is about, and the number of all of them.
 
-        Runs without the figure that they are sorted by come last.
+        Runs without the figure that they are sorted by come last. A tenant's searches run one after
+        the other.
         """
+        async with self._searching.setdefault(tenant or "", asyncio.Lock()):
+            keys = await self._ranked(query, tenant)
+        found = [
+            await self._store.get_record(ModelRecord, key)
+            for key in keys[query.offset : query.offset + query.limit]
+        ]
+        return await self.describe([each for each in found if each], tenant), len(keys)
+
+    async def _ranked(self, query: RunQuery, tenant: str | None) -> list[str]:
+        """Return the ids of the runs that the query is about, in its order."""
         ranked: dict[str, float | str | None] = {}
         totals = await self._totals(tenant) if query.sort in _BY_TOTAL else {}
         read = 0
@@ -114,12 +128,7 @@ class RunOverview:
             known.sort(key=lambda key: _sortable(ranked[key]), reverse=query.descending)
         elif not query.descending:
             known.reverse()
-        keys = known + [key for key, rank in ranked.items() if rank is None]
-        found = [
-            await self._store.get_record(ModelRecord, key)
-            for key in keys[query.offset : query.offset + query.limit]
-        ]
-        return await self.describe([each for each in found if each], tenant), len(keys)
+        return known + [key for key, rank in ranked.items() if rank is None]
 
     async def _page(self, tenant: str | None, offset: int) -> Page[ModelRecord]:
         """Return some models: a few at once, because their metadata may be large."""

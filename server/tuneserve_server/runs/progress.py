@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from tuneserve_engine.core.usage import CurvePoint
+from tuneserve_engine.core.usage import CurvePoint, loss_count
 
 
 class MeanLoss:
-    """The mean loss of some requests: over the tokens' weights, else over the tokens."""
+    """The mean loss of some requests: see ``loss_count``."""
 
     def __init__(self) -> None:
         self._loss_sum = self._count = 0.0
@@ -17,7 +17,7 @@ class MeanLoss:
 
     def add_loss(self, point: CurvePoint) -> None:
         self._loss_sum += point.loss_sum or 0.0
-        self._count += point.weight or point.tokens or 0.0
+        self._count += loss_count(point.loss_sum, point.weight, point.tokens)
 
 
 class Progress:
@@ -25,6 +25,7 @@ class Progress:
 
     The forward passes without gradients between two optimizer steps are one evaluation;
     ``held_out_loss`` is the mean loss of the newest. Of equal evaluations the first is the best.
+    Steps only grow: an optimizer whose state was loaded or reset counts from an earlier one again.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,10 @@ class Progress:
                     self._held_out = loss, self.step or 0
 
     def _step(self, point: CurvePoint) -> None:
+        step = max(point.step or 0, (self.step or 0) + 1)
+        if self.step is None and self._held_out:  # before the first step, which may be any
+            self._held_out = self._held_out[0], step - 1
         self._best = self.best
         self.loss = self._gradients.value
-        self.step = point.step if point.step is not None else (self.step or 0) + 1
+        self.step = step
         self._gradients, self._evaluation = MeanLoss(), MeanLoss()

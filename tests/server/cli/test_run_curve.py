@@ -56,3 +56,8 @@ def test_a_runs_loss_is_the_mean_over_weights_or_else_over_tokens(
     found = point("forward_backward", 1, loss_sum=loss_sum, weight=weight, tokens=tokens)
     assert mean_loss([found]) == mean
     assert mean_loss([]) is None
+
+
+def test_a_resumed_runs_first_evaluation_is_of_the_checkpoints_step() -> None:
+    rows = step_rows([POINTS[0], point("optim_step", 2, step=51), point("optim_step", 3, step=1)])
+    assert [each.step for each in rows] == [50, 51, 52]

@@ -92,7 +92,7 @@ def test_the_best_loss_is_kept_and_evaluations_since_it_are_counted() -> None:
             "held-out loss improved from 2.31 to 1.87 at step 10, then rose from 1.87 to 2.05: "
             "over-fitting; the best checkpoint is not saved",
         ),
-        ((2.31, 2.4, 2.5), "held-out loss rose from 2.31 to 2.5 and was never below its start"),
+        ((2.31, 2.4, 2.5), "held-out loss rose from 2.31 to 2.5 and never fell"),
         ((2.31, 2.3, 2.305), "held-out loss stayed at 2.305, 2.31 at the start"),
     ],
 )

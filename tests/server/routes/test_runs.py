@@ -152,9 +152,13 @@ async def test_an_event_that_is_too_large_or_one_too_many_is_refused(
     for number in range(2):
         await service.ok("POST", path, note | {"event_id": f"e{number}"})
     answer = await service.call("POST", path, json=note)
-    assert answer.status_code == 429
-    assert "this run has 2 events, which is the limit" in answer.json()["detail"]
+    assert answer.status_code == 400
+    assert "this run has 2 events with 4 bytes; the limits are 2 events" in answer.json()["detail"]
     await service.ok("POST", path, note | {"event_id": "e1"})  # a retry of one that is kept
+    monkeypatch.setattr("tuneserve_client.wire.run_types.MOST_EVENTS", 3)
+    monkeypatch.setattr("tuneserve_client.wire.run_types.MOST_EVENT_BYTES", 5)
+    answer = await service.call("POST", path, json=note)
+    assert answer.status_code == 400 and "3 events and 5 bytes" in answer.json()["detail"]
 
 
 async def test_another_tenant_sees_nothing_and_changes_nothing(service: Any) -> None:

@@ -56,3 +56,26 @@ def test_an_evaluation_counts_until_the_next_step_and_the_first_best_stays() -> 
     assert progress.best == (2.0, 1)
     progress.add_points([step(6, 3)])
     assert (progress.held_out_loss, progress.loss) == (2.0, None)
+
+
+def test_an_evaluation_before_the_first_step_is_of_the_step_before() -> None:
+    """A run that resumes begins at the step of its checkpoint."""
+    progress = Progress()
+    progress.add_points([forward(1, 2.0, 2.0)])
+    assert progress.best == (1.0, 0)
+    progress.add_points([step(2, 51), forward(3, 4.0, 2.0)])
+    assert (progress.step, progress.best) == (51, (1.0, 50))
+
+
+def test_steps_only_grow_when_the_optimizer_begins_anew() -> None:
+    progress = Progress()
+    progress.add_points([step(1, 1), step(2, 2), step(3, 1), forward(4, 1.0, 1.0)])
+    assert (progress.step, progress.best) == (3, (1.0, 3))
+
+
+def test_a_request_whose_tokens_all_weigh_nothing_does_not_count() -> None:
+    progress = Progress()
+    progress.add_points([gradient(1, 10.0, 10.0), gradient(2, 0.0, 0.0), step(3, 1)])
+    assert progress.loss == 1.0
+    progress.add_points([gradient(4, -18.0, 0.0), step(5, 2)])  # a loss without weights: 9 tokens
+    assert progress.loss == -2.0

@@ -123,5 +123,5 @@ def edited(
 
 
 def no_recent(slots: int, steps: int) -> Int[Array, "B U"]:
-    """Return that no token was drawn in a dispatch of so many steps."""
+    """Return the tokens of a dispatch of so many steps that has drawn none yet."""
     return jnp.full((slots, steps), _NO_TOKEN, jnp.int32)
