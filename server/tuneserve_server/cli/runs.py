@@ -1,5 +1,7 @@
 """``tuneserve runs``: the runs of a tenant, their losses, their notes and their cost."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -133,10 +135,12 @@ def write_curve(
     ] = None,
     url: Url = HERE,
     api_key: ApiKey = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write the curve of a run as CSV: a line for each optimizer step."""
+    """Write the curve of a run, as CSV or with --json: a row for each optimizer step."""
     with connected(url, api_key) as client:
-        text = as_csv(step_rows(client.curve(resolve.run_id(client, run_id))))
+        rows = step_rows(client.curve(resolve.run_id(client, run_id)))
+        text = json.dumps([asdict(each) for each in rows]) + "\n" if as_json else as_csv(rows)
         if csv is None:
             typer.echo(text, nl=False)
         else:
@@ -149,10 +153,12 @@ def note_run(
     text: Annotated[str, typer.Argument(help="The note; an empty text removes it.")],
     url: Url = HERE,
     api_key: ApiKey = None,
+    as_json: AsJson = False,
 ) -> None:
     """Keep a note with a run, in place of an earlier one."""
     with connected(url, api_key) as client:
-        client.update_run(resolve.run_id(client, run_id), {"notes": text or None})
+        run = client.update_run(resolve.run_id(client, run_id), {"notes": text or None})
+    _tell_changed(run, as_json=as_json)
 
 
 @app.command("rename")
@@ -161,19 +167,22 @@ def rename_run(
     name: Annotated[str, typer.Argument(help="The new name.")],
     url: Url = HERE,
     api_key: ApiKey = None,
+    as_json: AsJson = False,
 ) -> None:
     """Give a run another name."""
     with connected(url, api_key) as client:
-        client.update_run(resolve.run_id(client, run_id), {"name": name or None})
+        run = client.update_run(resolve.run_id(client, run_id), {"name": name or None})
+    _tell_changed(run, as_json=as_json)
 
 
 @app.command("tag")
-def tag_run(
+def tag_run(  # noqa: PLR0913 - options
     run_id: RunId,
     tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="Tags to add.")],
     remove: Annotated[bool, typer.Option("--remove", help="Remove these tags instead.")] = False,
     url: Url = HERE,
     api_key: ApiKey = None,
+    as_json: AsJson = False,
 ) -> None:
     """Add tags to a run, or remove them."""
     wanted = [each.strip() for tag in tags for each in tag.split(",") if each.strip()]
@@ -182,7 +191,8 @@ def tag_run(
         had = [each.strip() for each in (run.user_metadata or {}).get("tags", "").split(",")]
         kept = [each for each in had if each and each not in wanted]
         now = kept if remove else [*kept, *wanted]
-        client.update_run(run.training_run_id, {"tags": ",".join(now) or None})
+        run = client.update_run(run.training_run_id, {"tags": ",".join(now) or None})
+    _tell_changed(run, as_json=as_json)
 
 
 @app.command("archive")
@@ -191,11 +201,23 @@ def archive_run(
     undo: Annotated[bool, typer.Option("--undo", help="Bring the run back.")] = False,
     url: Url = HERE,
     api_key: ApiKey = None,
+    as_json: AsJson = False,
 ) -> None:
     """Leave a run out of lists; nothing of it is deleted."""
     with connected(url, api_key) as client:
         changes = {"archived": None if undo else "true"}
-        client.update_run(resolve.run_id(client, run_id), changes)
+        run = client.update_run(resolve.run_id(client, run_id), changes)
+    _tell_changed(run, as_json=as_json)
+
+
+def _tell_changed(run: "types.TrainingRunResponse", *, as_json: bool) -> None:
+    if as_json:
+        print_json(run.model_dump(mode="json"))
+        return
+    metadata = run.user_metadata or {}
+    known = {name: metadata[name] for name in ("tags", "notes", "archived") if name in metadata}
+    about = "".join(f", {name}: {text}" for name, text in known.items())
+    typer.echo(f"run {run_name(run) or run.training_run_id}{about}")
 
 
 def _compared(facts: RunFacts) -> dict[str, str | list[str]]:

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from tuneserve_server.cli import output
+from tuneserve_server.cli.options import AsJson
 from tuneserve_server.cli.output import FAILED, end
 
 _PEER = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
@@ -26,6 +27,7 @@ def stop(
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for its end.", metavar="SECONDS")
     ] = 60.0,
+    as_json: AsJson = False,
 ) -> None:
     """Stop the service of a data directory on this machine, and wait until it has ended.
 
@@ -52,7 +54,10 @@ def stop(
         if time.monotonic() >= deadline_s:
             end(f"process {service} still runs after {timeout:g} s; see its log", FAILED)
         time.sleep(_PAUSE_S)
-    typer.echo(f"stopped the service of {address.parent} (process {service})")
+    if as_json:
+        output.print_json({"data_dir": str(address.parent), "process": service})
+    else:
+        typer.echo(f"stopped the service of {address.parent} (process {service})")
 
 
 def _process_at(address: Path) -> int:

@@ -102,7 +102,7 @@ def test_a_run_trained_under_a_name_resumes_by_it(
     for options in (["--rank", "1"], ["--resume", "lily", "--epochs", "2"]):
         ran = called("train", str(data), "--name", "lily", *options)
         assert ran.exit_code == 0, ran.output
-        assert client.runs()[0].user_metadata == {"name": "lily"}
+        assert (client.runs()[0].user_metadata or {})["name"] == "lily"
     assert json.loads(ran.stdout.splitlines()[-1])["steps_done"] == 2
     assert json.loads(ran.stdout.splitlines()[0])["step"] == 2
     assert len(saved) == 3

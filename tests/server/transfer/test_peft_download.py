@@ -49,6 +49,11 @@ def service_model(session: str) -> dict[str, Any]:
     }
 
 
+def ids(page: dict[str, Any]) -> list[str]:
+    """The runs of a page; their other figures may change with time."""
+    return [each["training_run_id"] for each in page["training_runs"]]
+
+
 def route(model: str, kind: str = "weights") -> str:
     return f"/training_runs/{model}/checkpoints/{kind}/a/archive"
 
@@ -96,7 +101,7 @@ async def test_checkpoints_of_all_kinds_equal_the_workers_export_to_the_bit(
         found = await downloaded(service, answer["url"])
         assert list(found) == [*PEFT, "checkpoint_complete"]
         assert found == {**export, "checkpoint_complete": b""}
-    assert await service.get("/training_runs") == runs, "a run was made for it"
+    assert ids(await service.get("/training_runs")) == ids(runs), "a run was made for it"
 
 
 async def test_only_the_lora_checkpoints_of_an_osft_adapter_become_archives(api: Any) -> None:
