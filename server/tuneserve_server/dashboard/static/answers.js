@@ -1,5 +1,6 @@
 // The three answers at the top of a run's page: is it good, when is it done, what did it cost.
 import { count, duration, loss, short } from "./format.js";
+import { isStep } from "./series.js";
 
 const FLAT = 0.01; // a smaller relative change is called flat, as by tuneserve train
 const RECENT = 20; // steps whose rate gives the time that is left
@@ -70,7 +71,7 @@ export function isGood(run, rows, verdict) {
 
 // Seconds until the last step, from the rate of the recent steps; null if unknown or stalled.
 export function leftS(rows, steps, nowS) {
-  const recent = rows.slice(-RECENT);
+  const recent = rows.filter(isStep).slice(-RECENT);
   const last = recent.at(-1);
   if (!steps || recent.length < 2 || last.step >= steps) {
     return steps && last && last.step >= steps ? 0 : null;
