@@ -309,7 +309,9 @@ def test_an_unfinished_run_tells_its_share_and_an_ended_one_when(call: Call) -> 
 def test_the_cost_is_device_time_and_tokens(call: Call) -> None:
     found = call("answers.js", "whatCost", {"device_s": 90, "tokens": 45_000})
     assert found["number"] == "1 min 30 s"
-    assert found["note"] == "45.0 k tokens · 500 tokens per device second"
+    assert found["word"] == "of device time, without samples"
+    tokens = "45.0 k tokens in gradients and forward passes"
+    assert found["note"] == f"{tokens} · 500 tokens per device second"
 
 
 # --- addresses and conversations ------------------------------------------------------------------

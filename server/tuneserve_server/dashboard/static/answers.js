@@ -116,7 +116,7 @@ export function whatCost(run) {
   const known = run.device_s !== null && run.device_s !== undefined;
   return {
     number: known ? duration(run.device_s) : "–",
-    word: "of device time",
-    note: `${run.tokens === null || run.tokens === undefined ? "–" : short(run.tokens)} tokens${rate}`,
+    word: "of device time, without samples",
+    note: `${run.tokens === null || run.tokens === undefined ? "–" : short(run.tokens)} tokens in gradients and forward passes${rate}`,
   };
 }

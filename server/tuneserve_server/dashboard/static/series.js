@@ -26,8 +26,8 @@ const isKnown = (value) => value !== null && value !== undefined;
 export const isStep = (row) => isKnown(row.loss) || isKnown(row.learning_rate);
 
 // The tokens of a mean step of a curve that the API has thinned out; null if no gradient is missing.
-// Of each kind of request, the API then keeps each n-th, with an n of its own. What is missing
-// follows from the numbers of the steps, and from `seq_id`, which counts all requests of the run.
+// Of each kind of request, the API then keeps each n-th, with an n of its own. The number of missing
+// ones follows from the numbers of the steps, and from `seq_id`, which counts all requests of the run.
 function meanStepTokens(points) {
   const of = (kind) => points.filter((point) => point.kind === kind);
   const [kept, gradients, forwards] = [of("optim_step"), of("forward_backward"), of("forward")];
