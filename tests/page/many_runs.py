@@ -25,6 +25,8 @@ KEY = "tml-local"
 COUNT = 500
 BASE = "tuneserve/tiny"
 SESSION = "s-" + "0" * 32
+FOREIGN, OTHER_KEY = 251, "tml-other"  # one run is of another tenant
+RESTORED = 256  # a run whose replay gave other results
 STATES = ("running", "finished", "stopped", "diverged", "failed")  # of runs 0 to 4, and again
 STEPS, ASKED = 40, 80  # optimizer steps of each run, and the number that its configuration names
 STEP_S = 6.0
@@ -39,6 +41,10 @@ def run_id(number: int) -> str:
 def tags(number: int) -> list[str]:
     """The tags of a run: each second is of a sweep, each fifth of a night."""
     return ["sweep"] * (number % 2 == 0) + ["night"] * (number % 5 == 0)
+
+
+def key_of(number: int) -> str:
+    return OTHER_KEY if number == FOREIGN else KEY
 
 
 def last_loss(number: int) -> float:
@@ -61,7 +67,7 @@ async def _fill(folder: Path, count: int) -> None:
     tenant, now_s = open_tenant(KEY), time.time()
     await store.put_record(SessionRecord(SESSION, tenant, now_s, now_s))
     for number in range(count):
-        await store.put_record(_model(number, tenant, _created_s(number, count, now_s)))
+        await store.put_record(_model(number, _created_s(number, count, now_s)))
     for number in range(0, count, 100):
         await store.put_record(_checkpoint(number, tenant, now_s))
     await store.close()
@@ -71,7 +77,7 @@ def _created_s(number: int, count: int, now_s: float) -> float:
     return now_s - STEPS * STEP_S - 10 * (count - 1 - number)
 
 
-def _model(number: int, tenant: str, created_s: float) -> ModelRecord:
+def _model(number: int, created_s: float) -> ModelRecord:
     state = STATES[number % len(STATES)]
     config = {"data": "tickets.jsonl", "rows": 640, "seed": 7, "steps": ASKED}
     metadata = {
@@ -83,7 +89,7 @@ def _model(number: int, tenant: str, created_s: float) -> ModelRecord:
         metadata["outcome"] = state
     return ModelRecord(
         key=run_id(number),
-        tenant=tenant,
+        tenant=open_tenant(key_of(number)),
         parent=SESSION,
         base_model=BASE,
         config=AdapterConfig(rank=8, alpha=16.0, seed=7),
@@ -91,6 +97,7 @@ def _model(number: int, tenant: str, created_s: float) -> ModelRecord:
         last_request_s=created_s + STEPS * STEP_S,
         status=ModelStatus.FAILED if state == "failed" else ModelStatus.READY,
         user_metadata={key: value for key, value in metadata.items() if value},
+        diverged=number == RESTORED,
     )
 
 
@@ -142,5 +149,10 @@ def _charge(db: sqlite3.Connection, number: int) -> None:
     db.execute(
         f"INSERT INTO usage (tenant, day, name, {', '.join(numbers)}, prompt_tokens, "
         "sampled_tokens, padded_tokens, flops) VALUES (?, ?, ?, ?, ?, ?, 0, 0, 0, 0)",
-        (open_tenant(KEY), int(time.time() // 86_400), run_id(number), *numbers.values()),
+        (
+            open_tenant(key_of(number)),
+            int(time.time() // 86_400),
+            run_id(number),
+            *numbers.values(),
+        ),
     )

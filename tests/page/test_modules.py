@@ -1,12 +1,10 @@
-"""The dashboard's modules without a view: curves, answers, addresses, conversations and colours.
+"""The dashboard's modules without a view: curves, answers, addresses and conversations.
 
 Each runs in the browser as the page loads it. The expected values are worked by hand.
 """
 
 import csv
 import io
-import itertools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from tests.page.stage import open_api
-from tuneserve_server.routes.dashboard import FOLDER
+from tuneserve_engine.core.usage import stride
 
 Call = Callable[..., Any]
 
@@ -103,12 +101,88 @@ def test_a_held_out_loss_belongs_to_the_step_before_it(call: Call) -> None:
     assert found == [(0, 5), (1, 2), (2, None)]  # (30 + 10) / (10 + 10)
 
 
-def test_tokens_of_a_thinned_curve_end_at_the_runs_total(call: Call) -> None:
-    points = [*step(1, 0, loss=4), *step(3, 20, loss=3), *step(5, 40, loss=2)]
-    rows = call("series.js", "rowsFrom", points, 600)
-    assert [row["tokens"] for row in rows] == [200, 400, 600]
-    assert [row["step_time_s"] for row in rows] == [None, 10, 10]
-    assert [row["tokens_per_s"] for row in rows] == [None, 10, 10]
+def test_an_evaluation_before_the_first_step_of_a_resumed_run_is_of_the_step_before(
+    call: Call,
+) -> None:
+    points = [held_out(0, 50, 10), *step(51, 100, loss=4), *step(52, 102, loss=3)]
+    rows = call("series.js", "rowsFrom", points)
+    assert [(row["step"], row["held_out_loss"]) for row in rows] == [
+        (50, 5),
+        (51, None),
+        (52, None),
+    ]
+    assert [row["step_time_s"] for row in rows] == [None, None, 2]
+    assert [row["tokens"] for row in rows] == [0, 100, 200]
+    assert call("answers.js", "leftS", rows, 54, 102) == 4  # two steps of 2 s
+    assert call("answers.js", "leftS", rows[:2], 54, 102) is None
+    assert call("series.js", "rowsFrom", points[:1])[0]["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([{"loss_sum": 30, "weight": 10, "tokens": 20}], 2.5),  # (20 + 30) / (10 + 10)
+        ([{"loss_sum": 60, "weight": 0, "tokens": 30}], 2),  # (20 + 60) / (10 + 30)
+        ([{"loss_sum": 60, "weight": None, "tokens": 30}], 2),
+        ([{"loss_sum": 0, "weight": 0, "tokens": 30}], 2),  # 20 / 10
+        ([{"loss_sum": 0, "weight": 10, "tokens": 30}], 1),  # 20 / (10 + 10)
+    ],
+)
+def test_each_gradient_counts_by_its_weight_else_by_its_tokens(
+    call: Call, others: list[dict[str, Any]], expected: float
+) -> None:
+    gradient = {"kind": "forward_backward", "time": at(1), "loss_sum": 20, "weight": 10}
+    points = [*(gradient | each for each in ({}, *others)), step(1, 2, loss=1)[1]]
+    assert call("series.js", "rowsFrom", points)[0]["loss"] == expected
+
+
+def test_a_step_whose_gradients_have_neither_weight_nor_loss_has_no_loss(call: Call) -> None:
+    points = [*step(1, 10, loss=4), *step(2, 12, loss=0)]
+    points[2]["weight"] = 0
+    assert [row["loss"] for row in call("series.js", "rowsFrom", points)] == [4, None]
+
+
+def thinned(steps: int, gradients: int, forwards: int = 0) -> list[dict[str, Any]]:
+    """The kept points of steps with so many requests each; a gradient has 100 tokens."""
+    points: list[dict[str, Any]] = []
+    for number in range(1, steps + 1):
+        gradient, stepped = step(number, 0, loss=4)
+        told = [gradient] * gradients + [stepped] + [held_out(0, 10, 10)] * forwards
+        points += [dict(each) for each in told]
+    for place, each in enumerate(points):
+        each["seq_id"] = place
+    kept: list[dict[str, Any]] = []
+    for kind in ("forward_backward", "forward", "optim_step"):
+        own = [each for each in points if each["kind"] == kind]
+        kept += own[:: stride(len(own) - 1)] if own else []
+    return sorted(kept, key=lambda each: int(each["seq_id"]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "gradients", "forwards"),
+    [
+        (2000, 1, 0),  # all points are kept
+        (3000, 1, 0),
+        (3000, 1, 1),
+        (3000, 4, 0),
+        (1500, 8, 0),  # only gradients are left out
+        (300, 10, 0),
+        (400, 4, 8),  # gradients and evaluations are
+        (1000, 1, 8),  # only evaluations are
+    ],
+)
+def test_tokens_of_a_thinned_curve_are_those_of_all_gradients(
+    call: Call, steps: int, gradients: int, forwards: int
+) -> None:
+    rows = call("series.js", "rowsFrom", thinned(steps, gradients, forwards))
+    found = [row["tokens"] / (100 * gradients * row["step"]) for row in rows]
+    assert found == pytest.approx([1] * len(rows), rel=0.01)
+
+
+def test_a_step_loaded_from_a_checkpoint_is_no_gap_of_a_thinned_curve(call: Call) -> None:
+    points = [*step(1, 0, loss=4), *step(50, 10, loss=3), *step(51, 20, loss=2)]
+    points = [each | {"seq_id": place} for place, each in enumerate(points)]
+    assert [row["tokens"] for row in call("series.js", "rowsFrom", points)] == [100, 200, 300]
 
 
 def test_a_step_that_counts_from_1_again_goes_on(call: Call) -> None:
@@ -183,6 +257,10 @@ def rows_with(column: str, values: list[float]) -> list[dict[str, Any]]:
         ("held_out_loss", [2.0, 1.0, 1.5], "Overfitting since step 20"),
         ("held_out_loss", [1.0, 1.5, 2.0], "Getting worse"),
         ("held_out_loss", [2.0, 1.99, 1.995], "Flat"),
+        ("held_out_loss", [1.0, 0.995, 1.006], "Flat"),
+        ("held_out_loss", [1.0, 0.995, 1.02], "Getting worse"),
+        ("held_out_loss", [1.0, 0.98, 1.02], "Overfitting since step 20"),
+        ("held_out_loss", [1.0, 0.98, 0.985], "Improving"),
         ("held_out_loss", [2.0], "First measurement"),
         ("loss", [2.0, 1.5, 1.0], "Improving"),
         ("loss", [1.0, 1.5, 2.0], "Getting worse"),
@@ -231,7 +309,9 @@ def test_an_unfinished_run_tells_its_share_and_an_ended_one_when(call: Call) -> 
 def test_the_cost_is_device_time_and_tokens(call: Call) -> None:
     found = call("answers.js", "whatCost", {"device_s": 90, "tokens": 45_000})
     assert found["number"] == "1 min 30 s"
-    assert found["note"] == "45.0 k tokens · 500 tokens per device second"
+    assert found["word"] == "of device time, without samples"
+    tokens = "45.0 k tokens in gradients and forward passes"
+    assert found["note"] == f"{tokens} · 500 tokens per device second"
 
 
 # --- addresses and conversations ------------------------------------------------------------------
@@ -293,66 +373,3 @@ def test_samples_are_grouped_by_prompt_with_the_newest_first(call: Call) -> None
         },
         {"prompt": "b", "samples": [{"step": 10, "completion": "x"}]},
     ]
-
-
-# --- colours --------------------------------------------------------------------------------------
-
-# Machado, Oliveira and Fernandes 2009, severity 1.0, for linear RGB.
-VISIONS = {
-    "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-    "protanopia": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "deuteranopia": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "tritanopia": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.303900],
-    ],
-}
-# Ottosson 2020: linear RGB to cone responses, and their cube roots to OKLab.
-CONES = [
-    [0.4122214708, 0.5363325363, 0.0514459929],
-    [0.2119034982, 0.6806995451, 0.1073969566],
-    [0.0883024619, 0.2817188376, 0.6299787005],
-]
-LAB = [
-    [0.2104542553, 0.7936177850, -0.0040720468],
-    [1.9779984951, -2.4285922050, 0.4505937099],
-    [0.0259040371, 0.7827717662, -0.8086757660],
-]
-
-
-def times(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
-
-
-def oklab(colour: str, vision: str) -> list[float]:
-    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    seen = [min(max(each, 0.0), 1.0) for each in times(VISIONS[vision], linear)]
-    return times(LAB, [each ** (1 / 3) for each in times(CONES, seen)])
-
-
-def test_oklab_is_computed_as_published() -> None:
-    assert oklab("#ffffff", "normal") == pytest.approx([1, 0, 0], abs=1e-3)
-    assert oklab("#ff0000", "normal") == pytest.approx([0.628, 0.225, 0.126], abs=1e-3)
-
-
-@pytest.mark.parametrize("vision", VISIONS)
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_ten_lines_differ_for_every_kind_of_colour_vision(theme: str, vision: str) -> None:
-    css = (FOLDER / "theme.css").read_text()
-    block = css.split('[data-theme="dark"]')[theme == "dark"]
-    colours = re.findall(r"--line-\d+: (#[0-9a-f]{6});", block)
-    assert len(colours) == 10
-    seen = {colour: oklab(colour, vision) for colour in colours}
-    for one, other in itertools.combinations(colours, 2):
-        distance = sum((a - b) ** 2 for a, b in zip(seen[one], seen[other], strict=True)) ** 0.5
-        assert distance >= 0.1, (one, other)

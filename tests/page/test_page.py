@@ -201,15 +201,17 @@ def test_a_run_in_progress_is_followed_on_its_page(service: Service, visits: Any
         arg=before,
     )
     expect(page.locator("#answers")).to_contain_text("no held-out data")
-    page.evaluate(
-        "id => { location.hash = `#/runs/${encodeURIComponent(id)}` }", service.bob.model_id
-    )
-    expect(page.locator("#run-title")).to_have_text(HOSTILE)
     page.get_by_role("textbox", name="Notes").fill("mine")
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#edit-state")).to_contain_text("scope train")
     assert all("status of 40" in each for each in visit.said) and len(visit.said) == 1
     visit.said.clear()
+    page.evaluate(
+        "id => { location.hash = `#/runs/${encodeURIComponent(id)}` }", service.bob.model_id
+    )
+    expect(page.locator("#run-title")).to_have_text(HOSTILE)
+    expect(page.get_by_text("Only keys of bob can change this run.")).to_be_visible()
+    expect(page.locator("#edit")).to_be_hidden()
 
 
 def test_a_phone_shows_it_without_scrolling_sideways(service: Service, visits: Any) -> None:

@@ -8,10 +8,21 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Download, Locator, Page, expect
+from playwright.sync_api import Browser, Download, Locator, Page, Route, expect
 
-from tests.page.many_runs import ASKED, COUNT, KEY, STEPS, last_loss, run_id, tags
-from tests.page.stage import PHONE, Visit
+from tests.page.many_runs import (
+    ASKED,
+    COUNT,
+    FOREIGN,
+    KEY,
+    OTHER_KEY,
+    RESTORED,
+    STEPS,
+    last_loss,
+    run_id,
+    tags,
+)
+from tests.page.stage import Visit
 
 PAGE = 50
 NEWEST = COUNT - 1
@@ -136,6 +147,21 @@ def test_an_archived_run_leaves_the_list_and_comes_back(visit: Visit, many_runs:
     expect(page.locator("#edit-state")).to_have_text("taken out of the archive")
     page.get_by_role("link", name="All runs", exact=True).click()
     expect(page.locator("#all-count")).to_have_text(f"1 to {PAGE} of {COUNT}")
+
+
+def test_another_tenants_run_is_left_out_when_a_selection_is_archived(
+    visit: Visit, many_runs: str
+) -> None:
+    page = open_view(visit, "#/runs?q=tickets+25")
+    for number in (FOREIGN, 258, 259):
+        page.get_by_label(f"Select tickets {number}").check()
+    page.get_by_role("button", name="Archive", exact=True).click()
+    expect(page.locator("#all-archived-now")).to_contain_text("2 archived; 1 left out")
+    expect(page.locator("#all-count")).to_have_text("1 to 8 of 8")
+    page.get_by_label("Select tickets 257").check()
+    expect(page.locator("#all-archived-now")).to_have_text("")
+    for number in (258, 259):
+        metadata(many_runs, number, archived=None)
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -269,6 +295,48 @@ def test_name_tags_and_notes_are_kept(visit: Visit, many_runs: str) -> None:
     metadata(many_runs, 7, tags=None, notes=None)
 
 
+def test_only_the_owner_of_a_run_sees_the_form_that_changes_it(
+    visit: Visit, many_runs: str
+) -> None:
+    page = open_run(visit, 8)
+    expect(page.locator("#edit")).to_be_visible()
+    open_run(visit, FOREIGN)
+    expect(page.get_by_text("can change this run")).to_be_visible()
+    expect(page.locator("#edit")).to_be_hidden()
+    expect(page.locator("#run-archive")).to_be_hidden()
+    page.locator("#who").click()
+    page.get_by_label("Name, tml-").fill(OTHER_KEY)
+    page.get_by_role("button", name="Open", exact=True).click()
+    expect(page.locator("#edit")).to_be_visible()
+    expect(page.get_by_text("can change this run")).to_be_hidden()
+
+
+def test_a_run_that_was_opened_while_another_is_saved_stays_open(
+    visit: Visit, many_runs: str
+) -> None:
+    page = open_run(visit, 9)
+    held: list[Route] = []
+    page.route("**/api/v1/training_runs/*", lambda route: held.append(route))
+    page.get_by_role("textbox", name="Notes").fill("slow")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#edit-state")).to_have_text("saving")
+    open_run(visit, 8)
+    with page.expect_response("**/api/v1/training_runs/*"):
+        held[0].continue_()
+    page.wait_for_timeout(500)
+    assert page.locator("#run-title").inner_text() == "tickets 008"
+    assert page.locator("#edit-state").inner_text() == ""
+    assert page.get_by_role("textbox", name="Notes").input_value() == ""
+    metadata(many_runs, 9, notes=None)
+
+
+def test_a_run_that_was_restored_with_other_results_says_so(visit: Visit) -> None:
+    page = open_run(visit, RESTORED)
+    expect(page.locator("#run-diverged")).to_contain_text("results that differ")
+    open_run(visit, 8)
+    expect(page.locator("#run-diverged")).to_be_hidden()
+
+
 def test_samples_events_and_checkpoints_are_listed(visit: Visit, many_runs: str) -> None:
     for step, text in ((5, "Open Setings."), (10, "Open Settings.")):
         httpx.post(
@@ -321,37 +389,3 @@ def test_ten_selected_runs_are_on_one_chart_in_ten_colours(visit: Visit) -> None
     page.reload()
     expect(page.locator("#compare-table tbody tr")).to_have_count(9)
     assert choice(page, "Metric").input_value() == "held_out_loss"
-
-
-# --- small screens --------------------------------------------------------------------------------
-
-WIDE = """() => [...document.querySelectorAll("body *")]
-    .filter(each => each.getBoundingClientRect().right > innerWidth + 0.5
-        && !each.closest(".sr, .u-over, .u-under, .skip, .cards thead"))
-    .map(each => each.outerHTML.slice(0, 120))"""
-
-
-@pytest.mark.parametrize("width", [320, 390, 768, 1024])
-@pytest.mark.parametrize(
-    "address",
-    [
-        "#/overview",
-        "#/runs",
-        f"#/runs/{run_id(495)}",
-        f"#/compare?runs={run_id(1)}",
-        "#/playground",
-    ],
-)
-def test_no_column_is_cut(browser: Browser, many_runs: str, address: str, width: int) -> None:
-    found = Visit(browser, many_runs, viewport={**PHONE, "width": width})
-    page = open_view(found, address)
-    page.wait_for_selector("body[data-looks]")
-    page.wait_for_selector("main > .view:visible .panel")
-    page.wait_for_timeout(300)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate(WIDE) == []
-    if address == "#/runs":
-        expect(page.locator("#all-table tbody tr").first.locator(".status")).to_be_visible()
-        cut = "cells => cells.filter(each => each.scrollWidth > each.clientWidth + 1).length"
-        assert page.locator("#all-table tbody .value").evaluate_all(cut) == 0
-    found.context.close()

@@ -3,6 +3,7 @@ import { byId, cell, fill, keyed, make, part, say } from "./dom.js";
 import { ago, count, duration, loss, short } from "./format.js";
 import { change, format, go, here } from "./route.js";
 import { isArchived, nameOf, search, tagsOf, update } from "./run_data.js";
+import { tenantOfKey } from "./session.js";
 
 export const PAGE = 50;
 export const MOST_COMPARED = 10;
@@ -24,6 +25,7 @@ const NUMBERS = new Set(["step", "loss", "held-out", "duration", "tokens"]);
 let aborter = null;
 let found = [];
 const tags = new Set();
+const owners = new Map(); // of the runs that were listed
 
 export const toneOf = (state) => TONES[state] ?? "quiet";
 const pickedOf = (query) => (query.runs ? query.runs.split(",") : []);
@@ -46,6 +48,7 @@ function asked(query) {
 
 function pick(id, isPicked) {
   const picked = pickedOf(here().query).filter((each) => each !== id);
+  say(byId("all-archived-now"), "");
   change({ runs: (isPicked ? [...picked, id] : picked).join(",") });
 }
 
@@ -145,6 +148,7 @@ export async function showAllRuns(query) {
       return;
     }
     found = told.training_runs;
+    found.forEach((run) => owners.set(run.training_run_id, run.model_owner));
     showRows(query);
     showPages(query, told.cursor.total_count);
     say(byId("all-problem"), "");
@@ -169,15 +173,38 @@ function sortBy(column) {
   change({ sort: column, order: sort === column ? turned : isTextual || column.includes("loss") ? "asc" : "desc", page: "" });
 }
 
-async function archivePicked() {
+// Archives a run, unless it is another tenant's; returns whether it did.
+async function archive(id) {
+  const owner = owners.get(id);
+  if (owner !== undefined && tenantOfKey() !== null && owner !== tenantOfKey()) {
+    return false;
+  }
   try {
-    for (const id of pickedOf(here().query)) {
-      await update(id, { archived: "true" });
+    await update(id, { archived: "true" });
+    return true;
+  } catch (error) {
+    if (error.status === 404) {
+      return false; // selected on a page that was not listed since: another tenant's, or gone
     }
+    throw error;
+  }
+}
+
+async function archivePicked() {
+  let text = "";
+  try {
+    const picked = pickedOf(here().query);
+    let archived = 0;
+    for (const id of picked) {
+      archived += (await archive(id)) ? 1 : 0;
+    }
+    const left = picked.length - archived;
+    text = left ? `${count(archived)} archived; ${count(left)} left out, because only keys of a run's own tenant can archive it.` : "";
     change({ runs: "" });
   } catch (error) {
-    say(byId("all-problem"), error.message);
+    text = error.message;
   }
+  say(byId("all-archived-now"), text);
   await showAllRuns(here().query);
 }
 

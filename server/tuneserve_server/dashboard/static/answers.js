@@ -1,8 +1,8 @@
 // The three answers at the top of a run's page: is it good, when is it done, what did it cost.
 import { count, duration, loss, short } from "./format.js";
+import { isStep } from "./series.js";
 
 const FLAT = 0.01; // a smaller relative change is called flat, as by tuneserve train
-const ROSE = 0.01; // a larger relative rise above the best held-out loss is called overfitting
 const RECENT = 20; // steps whose rate gives the time that is left
 const STALLED_S = 600; // a run without a step for this long, and for 20 steps' time, is not timed
 const GONE = new Set(["finished", "stopped", "failed", "diverged"]);
@@ -25,17 +25,16 @@ function trend(points, isNoisy) {
   };
 }
 
+// As the verdict of tuneserve train: a loss that was never below its start does not overfit.
 function judged({ first, last, best, bestStep }, isHeldOut) {
-  const change = first ? (last - first) / Math.abs(first) : 0;
-  if (isHeldOut && last > best + ROSE * Math.abs(best)) {
-    return change >= 0 && best >= first
-      ? ["Getting worse", "bad"]
-      : [`Overfitting since step ${count(bestStep)}`, "warn"];
+  const lowest = isHeldOut ? best : last;
+  if (lowest >= first * (1 - FLAT)) {
+    return last > first * (1 + FLAT) ? ["Getting worse", "bad"] : ["Flat", "warn"];
   }
-  if (change > FLAT) {
-    return ["Getting worse", "bad"];
+  if (isHeldOut && last > best * (1 + FLAT)) {
+    return [`Overfitting since step ${count(bestStep)}`, "warn"];
   }
-  return change < -FLAT ? ["Improving", "good"] : ["Flat", "warn"];
+  return ["Improving", "good"];
 }
 
 const asPercent = ({ first, last }) => {
@@ -72,7 +71,7 @@ export function isGood(run, rows, verdict) {
 
 // Seconds until the last step, from the rate of the recent steps; null if unknown or stalled.
 export function leftS(rows, steps, nowS) {
-  const recent = rows.slice(-RECENT);
+  const recent = rows.filter(isStep).slice(-RECENT);
   const last = recent.at(-1);
   if (!steps || recent.length < 2 || last.step >= steps) {
     return steps && last && last.step >= steps ? 0 : null;
@@ -117,7 +116,7 @@ export function whatCost(run) {
   const known = run.device_s !== null && run.device_s !== undefined;
   return {
     number: known ? duration(run.device_s) : "–",
-    word: "of device time",
-    note: `${run.tokens === null || run.tokens === undefined ? "–" : short(run.tokens)} tokens${rate}`,
+    word: "of device time, without samples",
+    note: `${run.tokens === null || run.tokens === undefined ? "–" : short(run.tokens)} tokens in gradients and forward passes${rate}`,
   };
 }

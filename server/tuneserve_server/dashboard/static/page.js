@@ -9,7 +9,7 @@ import { forgetLive, showLive } from "./live.js";
 import { forgetModels, installPlayground, listModels, showPlayground } from "./playground.js";
 import * as route from "./route.js";
 import { forgetRun, installRun, refreshRun, showRun } from "./run.js";
-import { begin, forget, install, key, needsKeys, openDialog, shownKey } from "./session.js";
+import { begin, forget, install, key, needsKeys, openDialog, setTenant, shownKey } from "./session.js";
 import { Watch } from "./stream.js";
 
 const STATES = {
@@ -40,6 +40,7 @@ function showState(state, problem = "") {
 
 function showWho(look) {
   const isAll = look.workers !== undefined;
+  setTenant(look.tenant);
   document.body.dataset.sees = isAll ? "all" : "own";
   say(byId("who"), needsKeys() ? look.tenant : key());
   byId("who").setAttribute("aria-label", needsKeys() ? `Tenant ${look.tenant}; change the key` : `Tenant ${key()}; change the tenant`);
@@ -135,6 +136,7 @@ tuneserve train my-rows.jsonl`,
   forgetDevices();
   forgetModels();
   forgetRun();
+  setTenant(null);
   watch.restart();
   showData();
 }

@@ -7,6 +7,7 @@ import { copyable } from "./download.js";
 import { format, here } from "./route.js";
 import { isArchived, nameOf, pageOf, tagsOf, update } from "./run_data.js";
 import { showAnswers, showCheckpoints, showConfig, showEvents, showSamples } from "./run_parts.js";
+import { tenantOfKey } from "./session.js";
 
 const GROUPS = [["loss", "held_out_loss"], ["learning_rate"], ["grad_norm"], ["tokens_per_s"], ["step_time_s"]];
 const EVERY = { running: 4, over: 20 }; // looks, one per second
@@ -38,6 +39,16 @@ function showHead(run) {
   }
 }
 
+// Only keys of its tenant change a run; others see its tags and notes as text.
+function showEdit(run) {
+  const isOwn = run.model_owner === tenantOfKey();
+  byId("edit").hidden = !isOwn;
+  byId("edit-none").hidden = isOwn || tenantOfKey() === null;
+  say(byId("edit-owner"), `Only keys of ${run.model_owner} can change this run.`);
+  say(byId("edit-tagged"), tagsOf(run).length ? `Tags: ${tagsOf(run).join(", ")}` : "");
+  say(byId("edit-noted"), run.user_metadata?.notes ? `Notes: ${run.user_metadata.notes}` : "");
+}
+
 function draw(query) {
   const { run, rows } = shown;
   panel.show([{ id: run.training_run_id, name: nameOf(run), rows }], GROUPS, query, true);
@@ -47,6 +58,8 @@ function draw(query) {
 function show() {
   const { run, rows, events, checkpoints } = shown;
   showHead(run);
+  showEdit(run);
+  byId("run-diverged").hidden = !run.diverged;
   showAnswers(run, rows, events, Date.now() / 1000);
   showConfig(run);
   showCheckpoints(checkpoints);
@@ -79,7 +92,8 @@ export async function showRun(id, query) {
   }
   shown = null;
   looks = 0;
-  byId("run-body").hidden = true;
+  byId("run-body").hidden = byId("run-diverged").hidden = true;
+  say(byId("edit-state"), "");
   say(byId("run-title"), "Run");
   await load(id);
 }
@@ -87,6 +101,9 @@ export async function showRun(id, query) {
 // Called each second while the page is open.
 export function refreshRun(id) {
   looks += 1;
+  if (shown) {
+    showEdit(shown.run); // the first look tells the viewer's tenant
+  }
   const every = shown && isOver(shown.run) ? EVERY.over : EVERY.running;
   if (looks % every === 0) {
     load(id);
@@ -98,10 +115,14 @@ export function forgetRun() {
 }
 
 async function save(metadata, done) {
+  const id = shown.run.training_run_id;
+  const isOpen = () => shown?.run.training_run_id === id; // another run may be open by then
   say(byId("edit-state"), "saving");
   try {
-    const id = shown.run.training_run_id;
     await update(id, metadata);
+    if (!isOpen()) {
+      return;
+    }
     for (const name of Object.keys(metadata)) {
       const field = byId(`edit-${name}`);
       if (field) {
@@ -109,9 +130,13 @@ async function save(metadata, done) {
       }
     }
     await load(id);
-    say(byId("edit-state"), done);
+    if (isOpen()) {
+      say(byId("edit-state"), done);
+    }
   } catch (error) {
-    say(byId("edit-state"), error.message);
+    if (isOpen()) {
+      say(byId("edit-state"), error.message);
+    }
   }
 }
 

@@ -29,7 +29,7 @@ export const searchOwn = (query) => askJson(`api/v1/training_runs/search?${asked
 // { run, rows, events, checkpoints }
 export async function pageOf(id) {
   const { run, points, events, checkpoints } = await askJson(`${LIVE}/${encodeURIComponent(id)}`);
-  return { run, rows: rowsFrom(points, run.tokens), events, checkpoints };
+  return { run, rows: rowsFrom(points), events, checkpoints };
 }
 
 // Sets entries of the run's metadata; null removes one.

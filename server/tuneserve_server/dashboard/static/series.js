@@ -8,32 +8,59 @@ export const COLUMNS = [
   ["tokens_per_s", "Tokens per second"],
   ["step_time_s", "Step time (s)"],
 ];
+const FEWEST_KEPT = 1024; // a kind of requests of which the API leaves some out keeps more than these
+const THINNED = 1.5; // at least each second one is left out then
 
-const mean = (group) => {
-  const of = group.weight || group.tokens;
-  return of ? group.sum / of : null;
-};
-const nothing = () => ({ sum: 0, weight: 0, tokens: 0 });
+const mean = (group) => (group.count ? group.sum / group.count : null);
+const nothing = () => ({ sum: 0, count: 0 });
 
+// A point without weights counts by its tokens, unless it has no loss either.
 function add(group, point) {
   group.sum += point.loss_sum ?? 0;
-  group.weight += point.weight ?? 0;
-  group.tokens += point.tokens ?? 0;
+  group.count += point.weight || (point.loss_sum ? (point.tokens ?? 0) : 0);
 }
 
-// Cumulative tokens. The API thins out long curves; the run's total then corrects the scale.
-function fillTokens(rows, total) {
-  const isThin = rows.some((row, index) => index > 0 && row.step - rows[index - 1].step > 1);
-  const last = rows.at(-1)?.tokens;
-  const scale = isThin && total && last ? total / last : 1;
-  for (const row of rows) {
-    row.tokens *= scale;
+const isKnown = (value) => value !== null && value !== undefined;
+
+// Whether a row is of an optimizer step; the evaluations before the first step are a row too.
+export const isStep = (row) => isKnown(row.loss) || isKnown(row.learning_rate);
+
+// The tokens of a mean step of a curve that the API has thinned out; null if no gradient is missing.
+// Of each kind of request, the API then keeps each n-th, with an n of its own. The number of missing
+// ones follows from the numbers of the steps, and from `seq_id`, which counts all requests of the run.
+function meanStepTokens(points) {
+  const of = (kind) => points.filter((point) => point.kind === kind);
+  const [kept, gradients, forwards] = [of("optim_step"), of("forward_backward"), of("forward")];
+  let steps = kept.length;
+  kept.slice(1).forEach((point, index) => {
+    const missing = point.step - kept[index].step - 1;
+    // A step that was loaded from a checkpoint leaves a gap without requests.
+    steps += missing > 0 && point.seq_id - kept[index].seq_id > missing ? missing : 0;
+  });
+  if (steps === kept.length && gradients.length <= FEWEST_KEPT) {
+    return null;
+  }
+  const others = points.at(-1).seq_id - points[0].seq_id + 1 - steps;
+  const isEach = forwards.length <= FEWEST_KEPT; // no evaluation is missing
+  const all = isEach ? others - forwards.length : (others * gradients.length) / (gradients.length + forwards.length);
+  if (!(all >= THINNED * gradients.length)) {
+    return null;
+  }
+  const tokens = gradients.reduce((sum, point) => sum + (point.tokens ?? 0), 0);
+  return ((tokens / gradients.length) * all) / steps;
+}
+
+function fillTokens(rows, points) {
+  const own = rows.filter(isStep);
+  const each = own.length ? meanStepTokens(points) : null;
+  for (const row of each === null ? [] : own) {
+    row.tokens = each * (row.step - own[0].step + 1);
   }
 }
 
 function fillRates(rows) {
   rows.forEach((row, index) => {
-    const before = rows[index - 1];
+    const before = index && isStep(rows[index - 1]) ? rows[index - 1] : null;
     const seconds = before ? row.time_s - before.time_s : 0;
     const steps = before ? row.step - before.step : 0;
     row.step_time_s = seconds > 0 && steps > 0 ? seconds / steps : null;
@@ -41,20 +68,22 @@ function fillRates(rows) {
   });
 }
 
-// Rows from points in the order of their requests. `total` is the run's number of trained tokens.
-// A `forward` request between two optimizer steps measures the held-out loss after the earlier step.
-export function rowsFrom(points, total = null) {
+// Rows from points in the order of their requests. A `forward` request between two optimizer steps
+// measures the held-out loss after the earlier step. `tokens` are those of the gradients so far.
+export function rowsFrom(points) {
   const rows = [];
   let trained = nothing();
   let heldOut = nothing();
   let tokens = 0;
   let startS = null;
+  // A run that resumes does not begin with step 1.
+  const beginning = Math.max((points.find((point) => point.kind === "optim_step")?.step ?? 1) - 1, 0);
   const endHeldOut = () => {
     const value = mean(heldOut);
     if (value !== null && rows.length) {
       rows.at(-1).held_out_loss = value;
     } else if (value !== null) {
-      rows.push({ step: 0, time_s: startS, tokens: 0, loss: null, held_out_loss: value, learning_rate: null, grad_norm: null });
+      rows.push({ step: beginning, time_s: startS, tokens: 0, loss: null, held_out_loss: value, learning_rate: null, grad_norm: null });
     }
     heldOut = nothing();
   };
@@ -83,7 +112,7 @@ export function rowsFrom(points, total = null) {
     }
   }
   endHeldOut();
-  fillTokens(rows, total);
+  fillTokens(rows, points);
   fillRates(rows);
   return rows;
 }

@@ -6,6 +6,7 @@ const ANYBODY = "tml-local";
 
 let wantsKeys = true;
 let changed = () => {};
+let tenant = null; // of the key, once the stream has told
 
 export class Refused extends Error {
   constructor(status, text, retryAfterS) {
@@ -17,6 +18,12 @@ export class Refused extends Error {
 
 export function key() {
   return sessionStorage.getItem(STORED) ?? (wantsKeys ? null : ANYBODY);
+}
+
+export const tenantOfKey = () => tenant;
+
+export function setTenant(name) {
+  tenant = name;
 }
 
 // The key for display: of a secret key, only the prefix.
@@ -71,6 +78,7 @@ export function openDialog(problem = "") {
 // Drops a key that the server refused: from now on, the server wants one of its own keys.
 export function forget() {
   sessionStorage.removeItem(STORED);
+  tenant = null;
   wantsKeys = true;
 }
 
