@@ -21,6 +21,8 @@ class HostGroup(LeaderBackend):
     def __init__(self, backends: Sequence[Any] = (), silence_s: float = WAIT_S) -> None:
         self.backends = backends or (FakeBackend(), FakeBackend())
         self.losses: list[str] = []
+        self.lost = threading.Event()
+        """Set after a loss is noted: the caller of a lost process may hear of it first."""
         self.stops: list[str] = []
         self.ends: list[BaseException | str] = []
         """How the calls of followers ended, if they did."""
@@ -42,6 +44,7 @@ class HostGroup(LeaderBackend):
         def lost(reason: str) -> None:
             answers.lose(reason)
             self.losses.append(reason)
+            self.lost.set()
 
         return lost
 

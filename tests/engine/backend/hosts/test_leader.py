@@ -232,6 +232,7 @@ def test_a_follower_without_room_in_an_exchange_ends_itself(
     with pytest.raises(DeviceFailed, match="gpu-1, a process of this worker, is lost"):
         group.forward_backward(batch_of(group, 1))
     assert [type(each) for each in group.ends] == [DeviceFailed]
+    assert group.lost.wait(WAIT_S)
     assert len(group.losses) == 1 and group.losses[0].startswith("gpu-1: ")
 
 
