@@ -7,7 +7,7 @@ the socket's file may call all of them.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,11 +83,15 @@ class FilesAdopted(_Body):
     named: int = Field(description="The number of these files that the store names.")
 
 
-def create_admin_app(store: Store, pepper: bytes, unused: UnusedFiles) -> FastAPI:
+def create_admin_app(
+    store: Store, pepper: bytes, unused: UnusedFiles, on_key: Callable[[], None] = lambda: None
+) -> FastAPI:
+    """Return the operator's API; it calls ``on_key`` when it has made a key."""
     app = FastAPI(title="tuneserve admin", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.store = store
     app.state.pepper = pepper
     app.state.unused = unused
+    app.state.on_key = on_key
     app.include_router(router)
     errors.install(app)
     return app
@@ -132,6 +136,7 @@ async def create_key(new: NewKey, request: Request, store: StoreDep) -> KeyMade:
     )
     await store.put_new_record(TenantRecord(new.tenant, new.tenant, now_s))
     await store.put_record(key)
+    request.app.state.on_key()
     logger.info("made key %s of tenant %s", key.key, key.tenant)
     return KeyMade(key=f"tml-{key_id}-{secret}", **_shown(key))
 

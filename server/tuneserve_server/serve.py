@@ -138,7 +138,9 @@ async def _open_admin(settings: ApiSettings, services: Services, stack: AsyncExi
     With Redis, another API process may share the data directory and hold the socket in it. One
     socket is enough, so a failure is only logged.
     """
-    app = admin.create_admin_app(services.store, services.secret, services.unused)
+    app = admin.create_admin_app(
+        services.store, services.secret, services.unused, services.authenticator.require_keys
+    )
     try:
         await stack.enter_async_context(admin.serve(app, settings.admin_socket))
     except (OSError, ValueError) as error:

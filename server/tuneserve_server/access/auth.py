@@ -197,6 +197,10 @@ class Authenticator:
         self._failures = RateLimit(LOGINS_PER_S, clock)
         self._lookups = RateLimit(LOOKUPS_PER_S, clock)
 
+    def require_keys(self) -> None:
+        """Accept only keys from the store from now on, because one was made."""
+        self._keyed = True
+
     async def wants_keys(self) -> bool:
         """Return whether only keys from the store are accepted."""
         now_s = self._clock()

@@ -142,3 +142,17 @@ async def test_an_endless_series_of_wrong_keys_is_refused_for_now(
     assert codes.count("too_many_failed_logins") >= 10
     assert {each.headers.get("Retry-After") for each in answers if each.status_code == 429} == {"1"}
     await api.get("/sessions", key=right)
+
+
+async def test_the_process_that_makes_the_first_key_requires_keys_at_once(api: Api) -> None:
+    """Otherwise what a client makes in the next two seconds would belong to another tenant."""
+    services = api.services
+    assert (await api.call("GET", "/sessions", key="tml-anybody")).status_code == 200
+    app = create_admin_app(
+        services.store, services.secret, services.unused, services.authenticator.require_keys
+    )
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as http:
+        key = await Operator(http).key("alice")
+    assert (await api.call("GET", "/sessions", key="tml-anybody")).status_code == 401
+    assert (await api.call("GET", "/sessions", key=key)).status_code == 200
