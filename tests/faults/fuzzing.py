@@ -185,6 +185,12 @@ class FuzzClient:
                 "/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl",
                 {"ttl_seconds": 86_400},
             ),
+            ("PATCH", "/training_runs/{model_id}", {"user_metadata": {"notes": "a", "b": None}}),
+            (
+                "POST",
+                "/training_runs/{model_id}/events",
+                {"kind": "note", "step": 3, "data": {"a": [1]}, "event_id": f"e{number % 50}"},
+            ),
             ("POST", "/v1/completions", self._completion(number)),
             ("POST", "/v1/chat/completions", self._chat(number)),
         ]
@@ -267,7 +273,7 @@ class FuzzClient:
 
 
 # One weight per template. Templates that write files to a disk are rarer.
-_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 4, 4]
+_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3, 4, 4]
 
 
 def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:

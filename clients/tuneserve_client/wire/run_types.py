@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from tuneserve_client.wire import types
 from tuneserve_client.wire.body import MAX_INT64, Request, Response
@@ -16,8 +16,15 @@ MOST_DATA_BYTES = 16 * 1024
 EventKind = Literal["samples", "verdict", "note"]
 
 
+def _texts(value: object) -> object:
+    """Check the values here: pydantic's own error would name the entry, which is the client's."""
+    if isinstance(value, dict) and not all(isinstance(v, str | None) for v in value.values()):
+        raise ValueError("each value must be a text or null")
+    return value
+
+
 class UpdateRunRequest(Request):
-    user_metadata: dict[str, str | None] = Field(
+    user_metadata: Annotated[dict[str, str | None], BeforeValidator(_texts)] = Field(
         max_length=256,
         description="The entries to set; null removes one. Entries that are not named stay.",
     )

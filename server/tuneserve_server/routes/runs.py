@@ -192,8 +192,9 @@ async def update_training_run(model_id: str, caller: CallerDep, sent: SentJsonDe
     (``true``), ``outcome`` (``finished``, ``stopped`` or ``diverged``), and ``config``, the JSON of
     what the training loop was asked.
     """
+    await caller.owned(ModelRecord, model_id)
     changes = (await sent.parsed(run_types.UpdateRunRequest)).user_metadata
-    model = await caller.owned(ModelRecord, model_id)
+    model = await caller.owned(ModelRecord, model_id)  # as it is now: parsing may take long
     for key in _NOT_CHANGED:
         if key in changes:
             raise UserError(f"the entry {key} of a run cannot be changed; leave it out")
