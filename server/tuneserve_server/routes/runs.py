@@ -193,16 +193,15 @@ async def update_training_run(model_id: str, caller: CallerDep, sent: SentJsonDe
     (``true``), ``outcome`` (``finished``, ``stopped`` or ``diverged``), and ``config``, the JSON of
     what the training loop was asked.
     """
-    await caller.owned(ModelRecord, model_id)
+    model = await caller.owned(ModelRecord, model_id)
     changes = (await sent.parsed(run_types.UpdateRunRequest)).user_metadata
-    model = await caller.owned(ModelRecord, model_id)  # as it is now: parsing may take long
     for key in _NOT_CHANGED:
         if key in changes:
             raise UserError(f"the entry {key} of a run cannot be changed; leave it out")
     names.check_outcome(changes.get("outcome"))
     merged = {**model.user_metadata, **changes}
-    metadata = commands.metadata({k: v for k, v in merged.items() if v is not None})
-    await caller.store.update_record(Update("model", model.key, {"user_metadata": metadata}))
+    commands.metadata({key: text for key, text in merged.items() if text is not None})
+    await caller.store.update_record(Update("model", model.key, {}, {"user_metadata": changes}))
     return await _described(caller, await caller.owned(ModelRecord, model_id))
 
 

@@ -120,7 +120,7 @@ def update(change: Update) -> dict[str, Any]:
     """Encode an update for a script. Raises ``ValueError`` if it does not fit its record."""
     record_type = RECORD_TYPES[change.record]
     known = {field.name for field in dataclasses.fields(record_type)} - {"key"}
-    if unknown := change.changes.keys() - known:
+    if unknown := (change.changes.keys() | change.entries.keys()) - known:
         raise ValueError(
             f"a {change.record} has no changeable field {sorted(unknown)}; fields: {sorted(known)}"
         )
@@ -132,7 +132,16 @@ def update(change: Update) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise ValueError(f"{name} of a {change.record}: {error}") from error
         fields += [name, _json(plain)]
+    entries = [
+        {
+            "field": name,
+            "set": [text for pair in of.items() if pair[1] is not None for text in pair],
+            "removed": [key for key, text in of.items() if text is None],
+        }
+        for name, of in change.entries.items()
+    ]
     found: dict[str, Any] = {"type": change.record, "key": change.key, "fields": fields}
+    found["entries"] = entries
     status = change.changes.get("status") if record_type is ModelRecord else None
     if status == ModelStatus.FAILED:
         found["ends"] = {"status": '"failed"'} | rejection(refusals.failed(change.key))
