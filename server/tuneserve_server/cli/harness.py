@@ -195,9 +195,8 @@ def _run_lm_eval(
         command = [program, "--model", "local-completions"]
         command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
         command += ["--tasks", ",".join(asked.tasks), "--output_path", str(folder)]
-        options = {"limit": asked.limit, "num_fewshot": asked.fewshot}
-        options["include_path"] = asked.include  # type: ignore[assignment]
-        for name, value in options.items():
+        options = ("limit", asked.limit), ("num_fewshot", asked.fewshot)
+        for name, value in (*options, ("include_path", asked.include)):
             command += [] if value is None else [f"--{name}", str(value)]
         command += ["--apply_chat_template"] if asked.chat else []
         _run(command, endpoint.environment, to_stderr=to_stderr)
