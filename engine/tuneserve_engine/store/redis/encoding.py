@@ -132,16 +132,11 @@ def update(change: Update) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise ValueError(f"{name} of a {change.record}: {error}") from error
         fields += [name, _json(plain)]
-    entries = [
-        {
-            "field": name,
-            "set": [text for pair in of.items() if pair[1] is not None for text in pair],
-            "removed": [key for key, text in of.items() if text is None],
-        }
+    found: dict[str, Any] = {"type": change.record, "key": change.key, "fields": fields}
+    found["entries"] = [  # the field, entries to set, and entries to remove
+        [name, {k: v for k, v in of.items() if v is not None}, [k for k in of if of[k] is None]]
         for name, of in change.entries.items()
     ]
-    found: dict[str, Any] = {"type": change.record, "key": change.key, "fields": fields}
-    found["entries"] = entries
     status = change.changes.get("status") if record_type is ModelRecord else None
     if status == ModelStatus.FAILED:
         found["ends"] = {"status": '"failed"'} | rejection(refusals.failed(change.key))

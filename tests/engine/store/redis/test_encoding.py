@@ -79,11 +79,9 @@ def test_an_update_has_the_changed_fields_as_json() -> None:
     }
 
 
-def test_an_update_of_entries_has_those_to_set_as_pairs_and_those_to_remove() -> None:
+def test_an_update_of_entries_has_those_to_set_and_those_to_remove() -> None:
     change = Update("model", "m", {}, {"user_metadata": {"a": "1", "b": None, "c": ""}})
-    assert encoding.update(change)["entries"] == [
-        {"field": "user_metadata", "set": ["a", "1", "c", ""], "removed": ["b"]}
-    ]
+    assert encoding.update(change)["entries"] == [["user_metadata", {"a": "1", "c": ""}, ["b"]]]
 
 
 @pytest.mark.parametrize("status", ["failed", "lost"])

@@ -81,14 +81,14 @@ function records.put(type, key, fields)
   watch(type, key)
 end
 
--- Returns a JSON mapping of texts with some entries set and removed.
-local function with_entries(text, entries)
+-- Returns a JSON mapping of texts with some entries set and others removed.
+local function with_entries(text, set, removed)
   local found = text and cjson.decode(text) or {}
-  for i = 1, #entries.set, 2 do
-    found[entries.set[i]] = entries.set[i + 1]
+  for name, each in pairs(set) do
+    found[name] = each
   end
-  for _, each in ipairs(entries.removed) do
-    found[each] = nil
+  for _, name in ipairs(removed) do
+    found[name] = nil
   end
   return next(found) and cjson.encode(found) or '{}'
 end
@@ -109,8 +109,9 @@ function records.update(type, key, fields, entries)
     end
   end
   for _, each in ipairs(entries) do
-    changes[#changes + 1] = each.field
-    changes[#changes + 1] = with_entries(call('HGET', record_key(type, key), each.field), each)
+    local field, set, removed = unpack(each)
+    changes[#changes + 1] = field
+    changes[#changes + 1] = with_entries(call('HGET', record_key(type, key), field), set, removed)
   end
   if #changes > 0 then
     records.put(type, key, changes)
