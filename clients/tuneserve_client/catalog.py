@@ -17,6 +17,7 @@ from tuneserve_client.errors import NotFound, RequestFailed, TuneserveError
 from tuneserve_client.futures import split_id
 from tuneserve_client.paths import split_path
 from tuneserve_client.peft_archive import AdapterArchive, unpack
+from tuneserve_client.runs import RunOrder, RunState
 from tuneserve_client.transport import API, Transport
 from tuneserve_client.wire import run_types, types
 
@@ -67,29 +68,29 @@ class Catalog:
 
     # --- runs -------------------------------------------------------------------------------------
 
-    async def runs(self) -> list[types.TrainingRunResponse]:
+    async def runs(self) -> list[run_types.TrainingRunResponse]:
         """Return all training runs (models) of the tenant, newest first."""
         return await self._pages(
-            types.TrainingRunsResponse, "/training_runs", lambda page: page.training_runs
+            run_types.TrainingRunsResponse, "/training_runs", lambda page: page.training_runs
         )
 
-    async def run(self, model_id: str) -> types.TrainingRunResponse:
+    async def run(self, model_id: str) -> run_types.TrainingRunResponse:
         """Return one training run."""
         path = f"/training_runs/{quote(model_id, safe='')}"
-        return await self.transport.ask(types.TrainingRunResponse, "GET", path)
+        return await self.transport.ask(run_types.TrainingRunResponse, "GET", path)
 
     async def search_runs(  # noqa: PLR0913 - parameters of the query
         self,
         text: str = "",
         *,
-        state: str | None = None,
+        state: RunState | None = None,
         tag: str | None = None,
         archived: bool | None = False,
-        sort: str = "created",
+        sort: RunOrder = "created",
         descending: bool = True,
         limit: int = 50,
         offset: int = 0,
-    ) -> types.TrainingRunsResponse:
+    ) -> run_types.TrainingRunsResponse:
         """Return a page of the tenant's runs.
 
         ``text`` is part of a name, an id, a base model, a note or a tag; ``state`` is running,
@@ -107,11 +108,11 @@ class Catalog:
         }
         params |= {name: of for name, of in (("state", state), ("tag", tag)) if of is not None}
         path = "/training_runs/search"
-        return await self.transport.ask(types.TrainingRunsResponse, "GET", path, params=params)
+        return await self.transport.ask(run_types.TrainingRunsResponse, "GET", path, params=params)
 
     async def update_run(
         self, model_id: str, metadata: Mapping[str, str | None]
-    ) -> types.TrainingRunResponse:
+    ) -> run_types.TrainingRunResponse:
         """Set entries of a run's metadata, or remove those that are None; return the run.
 
         Entries with a meaning are name, notes, tags (with commas between them), archived ("true"),
@@ -119,7 +120,7 @@ class Catalog:
         """
         path = f"/training_runs/{quote(model_id, safe='')}"
         body = run_types.UpdateRunRequest(user_metadata=dict(metadata))
-        return await self.transport.ask(types.TrainingRunResponse, "PATCH", path, body=body)
+        return await self.transport.ask(run_types.TrainingRunResponse, "PATCH", path, body=body)
 
     async def add_run_event(
         self, model_id: str, kind: run_types.EventKind, step: int, data: Mapping[str, Any]
@@ -136,11 +137,13 @@ class Catalog:
         path = f"/training_runs/{quote(model_id, safe='')}/events"
         return (await self.transport.ask(run_types.RunEventsResponse, "GET", path)).events
 
-    async def curve(self, model_id: str, after: int = 0) -> list[types.CurvePointResponse]:
+    async def curve(self, model_id: str, after: int = 0) -> list[run_types.CurvePointResponse]:
         """Return a model's losses and optimizer steps, in the order of its requests."""
         path = f"/training_runs/{quote(model_id, safe='')}/curve"
         params = {"after": after}
-        return (await self.transport.ask(types.CurveResponse, "GET", path, params=params)).points
+        return (
+            await self.transport.ask(run_types.CurveResponse, "GET", path, params=params)
+        ).points
 
     async def usage(self, since_s: int = 0) -> types.UsageResponse:
         """Return the usage of the tenant's requests, by model, since the day of ``since_s``.

@@ -6,10 +6,22 @@ from collections.abc import Iterator
 import pytest
 
 from tests.quick_service import QUICK
-from tuneserve_client import Client
+from tuneserve_client import Client, Model, next_token_datum
 from tuneserve_server.cli.local_server import LocalServer
 
 KEY = "tml-client"
+LR = 1e-2
+TOKENS = [list(range(5, 25)), list(range(40, 52))]
+DATA = [next_token_datum(tokens) for tokens in TOKENS]
+
+
+def losses(model: Model, steps: int) -> list[float]:
+    """Send all steps before waiting for any result."""
+    gradients = []
+    for _ in range(steps):
+        gradients.append(model.forward_backward(DATA))
+        model.optim_step(LR)
+    return [gradient.result().loss for gradient in gradients]
 
 
 @pytest.fixture

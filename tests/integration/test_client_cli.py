@@ -21,6 +21,7 @@ import transformers
 from typer.testing import CliRunner
 
 from tests import quick_service
+from tests.support.command_line import tuneserve
 from tuneserve_client import Client, next_token_datum
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli import main as cli
@@ -62,15 +63,6 @@ def place(server, tmp_path_factory, tmp_path, monkeypatch):
 def client(server):
     with Client(server.url, KEY) as made:
         yield made
-
-
-def tuneserve(*arguments, status=0, **options):
-    """The command's standard output or, if it fails, its standard error."""
-    ran = CliRunner().invoke(cli.app, [*map(str, arguments)], **options)
-    if ran.exception is not None and not isinstance(ran.exception, SystemExit):
-        raise ran.exception
-    assert ran.exit_code == status, ran.output
-    return ran.stderr if status else ran.stdout
 
 
 def facts(*arguments, **options):

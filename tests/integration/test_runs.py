@@ -7,11 +7,10 @@ import os
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tests import quick_service
+from tests.support.command_line import tuneserve
 from tuneserve_client import Client, next_token_datum
-from tuneserve_server.cli import main as cli
 from tuneserve_server.cli.local_server import LocalServer
 
 KEY = "tml-runs"
@@ -29,14 +28,6 @@ def place(server, tmp_path, monkeypatch):
     monkeypatch.setenv("TUNESERVE_URL", server.url)
     monkeypatch.setenv("TUNESERVE_API_KEY", KEY)
     monkeypatch.chdir(tmp_path)
-
-
-def tuneserve(*arguments, status=0):
-    ran = CliRunner().invoke(cli.app, [*map(str, arguments)])
-    if ran.exception is not None and not isinstance(ran.exception, SystemExit):
-        raise ran.exception
-    assert ran.exit_code == status, ran.output
-    return ran.stderr if status else ran.stdout
 
 
 def facts(*arguments):

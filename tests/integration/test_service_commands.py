@@ -6,21 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import quick_service
+from tests.support.command_line import called
 from tuneserve_client import Client
-from tuneserve_server.cli import main as cli
 from tuneserve_server.cli.local_server import LocalServer, free_port
 from tuneserve_server.cli.readiness import health_of
-
-
-def tuneserve(*arguments, status=0):
-    ran = CliRunner().invoke(cli.app, [*map(str, arguments)])
-    if ran.exception is not None and not isinstance(ran.exception, SystemExit):
-        raise ran.exception
-    assert ran.exit_code == status, ran.output
-    return ran.stdout + ran.stderr
 
 
 def lives(pid):
@@ -36,14 +27,14 @@ def test_a_service_is_looked_at_and_stopped(tmp_path, monkeypatch):
     served = LocalServer(tmp_path, **quick_service.QUICK)
     with served as server:
         monkeypatch.setenv("TUNESERVE_URL", server.url)
-        shown = tuneserve("status")
+        shown = called("status").stdout
         for text in (server.url, "tuneserve/tiny, workers: 1", "sqlite", "problems     none"):
             assert text in shown
-        told = json.loads(tuneserve("status", "--json"))
+        told = json.loads(called("status", "--json").stdout)
         assert (told["problems"], told["worker"]) == ([], "ready")
-        (model,) = json.loads(tuneserve("models", "--json"))
+        (model,) = json.loads(called("models", "--json").stdout)
         assert (model["name"], model["workers"]) == ("tuneserve/tiny", 1)
-        (row,) = tuneserve("models").splitlines()[1:]
+        (row,) = called("models").stdout.splitlines()[1:]
         assert row.split()[:5] == [
             *("tuneserve/tiny", model["architecture"]),
             *(f"{model['context_length']}", f"{model['max_rank']}", "1"),
@@ -53,12 +44,12 @@ def test_a_service_is_looked_at_and_stopped(tmp_path, monkeypatch):
         children = subprocess.run(
             ["pgrep", "-P", str(server.pid)], capture_output=True, text=True, check=True
         )
-        said = tuneserve("stop", "--data-dir", server.data_dir)
+        said = called("stop", "--data-dir", server.data_dir).stdout
         assert said.strip() == f"stopped the service of {server.data_dir} (process {server.pid})"
         assert server._process.wait(1) == 0
         assert not any(map(lives, map(int, children.stdout.split())))
-        assert "does not answer" in tuneserve("status", status=1)
-        said = tuneserve("stop", "--data-dir", server.data_dir, status=1)
+        assert "does not answer" in called("status", status=1).stderr
+        said = called("stop", "--data-dir", server.data_dir, status=1).stderr
         assert "no API process answers at" in said and "--data-dir" in said
         server.start()
         with Client(server.url) as client:
@@ -73,11 +64,11 @@ def test_an_api_process_without_a_supervisor_is_stopped_too(tmp_path):
     try:
         while not health_of(f"http://127.0.0.1:{port}"):
             assert process.poll() is None
-        shown = tuneserve("status", "--url", f"http://127.0.0.1:{port}", status=1)
+        shown = called("status", "--url", f"http://127.0.0.1:{port}", status=1).stdout
         assert "no worker trains here" in shown and "none yet" in shown
-        said = tuneserve("models", "--url", f"http://127.0.0.1:{port}")
+        said = called("models", "--url", f"http://127.0.0.1:{port}").stderr
         assert "no worker has offered a base model yet" in said
-        assert f"(process {process.pid})" in tuneserve("stop", "--data-dir", folder)
+        assert f"(process {process.pid})" in called("stop", "--data-dir", folder).stdout
         process.wait(5)
     finally:
         process.kill()

@@ -16,13 +16,12 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
-from typer.testing import CliRunner
 
 from tests import quick_service
+from tests.support.command_line import called
 from tuneserve_client import Client, next_token_datum, sft_datum
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli import evaluation, training_loop, training_run
-from tuneserve_server.cli import main as cli
 from tuneserve_server.cli.local_server import LocalServer
 from tuneserve_server.cli.train_recipe import Recipe
 from tuneserve_server.cli.train_view import Lines, view_of
@@ -56,17 +55,9 @@ def client(server):
         yield made
 
 
-def ran(*arguments, status=0):
-    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
-
-
 def trained(*arguments, status=0):
     """The steps, the evaluations and the end of a run, as JSON."""
-    return parts(ran("train", *arguments, "--json", status=status).stdout)
+    return parts(called("train", *arguments, "--json", status=status).stdout)
 
 
 def parts(output):
@@ -98,7 +89,7 @@ def others(tmp_path):
 
 
 def examples(path):
-    """The tokens of each row, and the place of the first one that is learnt."""
+    """The tokens of each row, and the place of the first one that is trained on."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -176,7 +167,7 @@ def test_an_over_fitted_run_stops_early_and_keeps_its_best_checkpoint(rows, othe
     weights = np.concatenate([each.inputs["weights"] for each in data])
     expected = -np.dot(np.concatenate(logprobs), weights) / weights.sum()
     assert ended["best_loss"] == pytest.approx(expected, rel=1e-6)
-    refused = ran("train", rows, "--resume", ended["checkpoint"], status=2).stderr
+    refused = called("train", rows, "--resume", ended["checkpoint"], status=2).stderr
     assert "stopped after 3 evaluations without improvement; raise --patience, now 3" in refused
 
 
@@ -196,11 +187,11 @@ def test_a_resumed_run_holds_out_the_same_rows_and_evaluates_the_same(rows, monk
     with monkeypatch.context() as patched:
         patched.setattr(Lines, "show", interrupted)
         patched.setattr(training_loop, "_AHEAD", 0)
-        stopped = ran("train", *options, "--json", status=130)
+        stopped = called("train", *options, "--json", status=130)
     before = [json.loads(line) for line in stopped.stdout.splitlines()]
     assert (before[-1]["steps_done"], before[-1]["outcome"]) == (4, "stopped")
     (command,) = re.findall(r"continue with: tuneserve train (.*)", stopped.stderr)
-    resumed = ran("train", *shlex.split(command), "--json")
+    resumed = called("train", *shlex.split(command), "--json")
     assert resumed.stderr == ""
     later, told_later, ended_later = parts(resumed.stdout)
     assert [each["step"] for each in later] == [5, 6, 7, 8]
@@ -208,7 +199,9 @@ def test_a_resumed_run_holds_out_the_same_rows_and_evaluates_the_same(rows, monk
     assert [each["loss"] for each in both] == [each["loss"] for each in steps]
     both = [each for each in before if "held_out_loss" in each] + told_later
     assert both == told
-    other = ran("train", rows, "--resume", ended["checkpoint"], "--eval-split", "0.5", "--dry-run")
+    other = called(
+        "train", rows, "--resume", ended["checkpoint"], "--eval-split", "0.5", "--dry-run"
+    )
     assert "may have been trained on the rows that are now held out" in other.stderr
     assert "4 rows, 4 more held out" in other.stdout
     for name in ("verdict", "best_step", "best_loss", "outcome"):
@@ -233,7 +226,7 @@ def test_samples_are_the_greedy_continuations_of_the_weights_of_that_step(rows, 
     assert [(each.step, each.data["samples"]) for each in samples] == [
         (each["step"], each["samples"]) for each in told
     ]
-    shown = ran("train", *options, "--sample-prompt", "What colour is rum?").stdout
+    shown = called("train", *options, "--sample-prompt", "What colour is rum?").stdout
     assert re.search(
         r"^step 0/6  held-out loss \d\.\d{4}\n  'What colour is rum\?' → ", shown, re.M
     )
@@ -247,7 +240,7 @@ def test_a_far_too_large_learning_rate_ends_as_diverged(rows, client, more):
     steps, _, ended = trained(*options, status=1)
     assert len(steps) < 8
     assert (ended["outcome"], ended["checkpoint"]) == ("diverged", None)
-    said = ran("train", *options, status=1).stderr
+    said = called("train", *options, status=1).stderr
     assert re.search(
         r"^tuneserve: diverged at step \d: .*; lower the learning rate, for example "
         r"--learning-rate 0\.0002; nothing was saved$",
@@ -282,10 +275,10 @@ def test_the_server_knows_the_configuration_the_losses_and_the_outcome(rows, cli
     verdict = client.run_events(run.training_run_id)[-1]
     assert (verdict.kind, verdict.step, verdict.data["verdict"]) == ("verdict", 4, ended["verdict"])
     assert verdict.data["best_checkpoint"] == ended["best_checkpoint"]
-    shown = ran("runs", "show", "known").stdout
+    shown = called("runs", "show", "known").stdout
     assert ended["verdict"] in shown and told[-1]["samples"][0]["completion"].strip() in shown
     assert f"{told[-1]['held_out_loss']:.4f}" in shown
-    ran("train", *options, "--learning-rate", "1e9", "--name", "lost", status=1)
+    called("train", *options, "--learning-rate", "1e9", "--name", "lost", status=1)
     (lost,) = client.search_runs("lost").training_runs
     assert lost.state == "diverged"
     assert "lower the learning rate" in client.run_events(lost.training_run_id)[-1].data["verdict"]
@@ -299,12 +292,12 @@ def test_a_run_without_room_for_checkpoints_goes_on_and_says_so(rows, server, mo
         taken = model.save("taken").result()
         place = ["--data-dir", server.data_dir]
         tenant = full.run(model.id).model_owner
-        ran("tenants", "set", tenant, "--max-checkpoints", "1", *place)
+        called("tenants", "set", tenant, "--max-checkpoints", "1", *place)
         clock = SimpleNamespace(monotonic=time.monotonic)
         clock.sleep = lambda seconds: full.delete_checkpoint(taken)
         monkeypatch.setattr(training_run, "time", clock)
         options = [*QUICK, "--learning-rate", "0.01", "--eval-split", "0.3", "--json"]
-        result = ran("train", rows, *options)
+        result = called("train", rows, *options)
     told = [json.loads(line) for line in result.stdout.splitlines()]
     evaluations = [each for each in told if "held_out_loss" in each]
     assert [each["is_best"] for each in evaluations] == [False, True, True]
@@ -339,6 +332,6 @@ def test_impossible_evaluations_are_refused_before_training(
 ):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
     before = len(client.runs())
-    said = ran("train", rows, *options, status=status).stderr
+    said = called("train", rows, *options, status=status).stderr
     assert words in said and said.count("\n") == 1
     assert len(client.runs()) == before

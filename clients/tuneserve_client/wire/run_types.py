@@ -1,4 +1,4 @@
-"""Wire types of what a training loop, or a person, notes about a run."""
+"""Wire types of runs: their figures, their curves, and the notes of training loops and people."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -51,10 +51,83 @@ class RunEventsResponse(Response):
     events: list[RunEvent]
 
 
+class TrainingRunResponse(Response):
+    training_run_id: str
+    name: str | None = Field(default=None, description="Its own, else its client's.")
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool = False
+    diverged: bool = Field(
+        default=False,
+        description="True if the model was restored with results that differ from those "
+        "delivered before.",
+    )
+    lora_rank: int | None = None
+    adapter: str = Field(default="lora", description="The kind of adapter.")
+    status: str = Field(
+        default="ready",
+        description="`creating`, `ready`, `failed` (the creation failed), `lost` (only the "
+        "checkpoints remain) or `ended` (the session has ended).",
+    )
+    created: datetime | None = None
+    last_request_time: datetime
+    last_checkpoint: types.CheckpointResponse | None = None
+    last_sampler_checkpoint: types.CheckpointResponse | None = None
+    user_metadata: dict[str, str] | None = None
+    state: str = Field(
+        default="running",
+        description="`running`, `finished`, `stopped`, `failed` or `diverged` (its loss, as its "
+        "training loop reported).",
+    )
+    step: int | None = Field(default=None, description="The newest optimizer step, from 1.")
+    steps: int | None = Field(
+        default=None, description="The number of steps that were asked for, if they are known."
+    )
+    loss: float | None = Field(
+        default=None, description="The mean loss of the gradients of the newest step."
+    )
+    held_out_loss: float | None = Field(
+        default=None, description="The mean loss of the newest forward passes without gradients."
+    )
+    best_held_out_loss: float | None = None
+    best_step: int | None = Field(default=None, description="The step with the best held-out loss.")
+    duration_s: float | None = Field(
+        default=None, description="From the creation to the newest request; to now while running."
+    )
+    tokens: int | None = Field(
+        default=None, description="The number of tokens in gradients and forward passes."
+    )
+    device_s: float | None = Field(
+        default=None, description="The device time of its requests, without samples."
+    )
+
+
+class TrainingRunsResponse(Response):
+    training_runs: list[TrainingRunResponse]
+    cursor: types.Cursor
+
+
+class CurvePointResponse(Response):
+    kind: Literal["forward_backward", "forward", "optim_step"]
+    seq_id: int
+    time: datetime
+    loss_sum: float | None = None
+    tokens: int | None = None
+    weight: float | None = Field(default=None, description="The sum of the tokens' weights.")
+    step: int | None = Field(default=None, description="The optimizer step, counted from 1.")
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+
+
+class CurveResponse(Response):
+    points: list[CurvePointResponse]
+
+
 class RunPage(Response):
     """All about a run."""
 
-    run: types.TrainingRunResponse
-    points: list[types.CurvePointResponse]
+    run: TrainingRunResponse
+    points: list[CurvePointResponse]
     events: list[RunEvent]
     checkpoints: list[types.CheckpointResponse] = Field(description="Newest first.")

@@ -499,63 +499,6 @@ class CheckpointsResponse(Response):
     cursor: Cursor | None = None
 
 
-class TrainingRunResponse(Response):
-    training_run_id: str
-    name: str | None = Field(default=None, description="Its own, else its client's.")
-    base_model: str
-    model_owner: str
-    is_lora: bool = True
-    corrupted: bool = False
-    diverged: bool = Field(
-        default=False,
-        description="True if the model was restored with results that differ from those "
-        "delivered before.",
-    )
-    lora_rank: int | None = None
-    adapter: str = Field(default="lora", description=_KIND)
-    status: str = Field(
-        default="ready",
-        description="`creating`, `ready`, `failed` (the creation failed), `lost` (only the "
-        "checkpoints remain) or `ended` (the session has ended).",
-    )
-    created: datetime | None = None
-    last_request_time: datetime
-    last_checkpoint: CheckpointResponse | None = None
-    last_sampler_checkpoint: CheckpointResponse | None = None
-    user_metadata: dict[str, str] | None = None
-    state: str = Field(
-        default="running",
-        description="`running`, `finished`, `stopped`, `failed` or `diverged` (its loss, as its "
-        "training loop reported).",
-    )
-    step: int | None = Field(default=None, description="The newest optimizer step, from 1.")
-    steps: int | None = Field(
-        default=None, description="The number of steps that were asked for, if they are known."
-    )
-    loss: float | None = Field(
-        default=None, description="The mean loss of the gradients of the newest step."
-    )
-    held_out_loss: float | None = Field(
-        default=None, description="The mean loss of the newest forward passes without gradients."
-    )
-    best_held_out_loss: float | None = None
-    best_step: int | None = Field(default=None, description="The step with the best held-out loss.")
-    duration_s: float | None = Field(
-        default=None, description="From the creation to the newest request; to now while running."
-    )
-    tokens: int | None = Field(
-        default=None, description="The number of tokens in gradients and forward passes."
-    )
-    device_s: float | None = Field(
-        default=None, description="The device time of its requests, without samples."
-    )
-
-
-class TrainingRunsResponse(Response):
-    training_runs: list[TrainingRunResponse]
-    cursor: Cursor
-
-
 class SessionsResponse(Response):
     sessions: list[str]
 
@@ -619,22 +562,6 @@ class UsageResponse(Response):
     total: UsageTotals
     by_model: list[ModelUsage]
     budget: BudgetResponse | None = None
-
-
-class CurvePointResponse(Response):
-    kind: Literal["forward_backward", "forward", "optim_step"]
-    seq_id: int
-    time: datetime
-    loss_sum: float | None = None
-    tokens: int | None = None
-    weight: float | None = Field(default=None, description="The sum of the tokens' weights.")
-    step: int | None = Field(default=None, description="The optimizer step, counted from 1.")
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-
-
-class CurveResponse(Response):
-    points: list[CurvePointResponse]
 
 
 class RequestTimings(Response):

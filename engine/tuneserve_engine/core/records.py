@@ -210,9 +210,11 @@ RECORD_NAME: dict[type, str] = {record_type: name for name, record_type in RECOR
 class Update:
     """A change of some fields of a stored record to plain values.
 
-    It is a no-op if the record is missing.
+    ``entries`` are changes inside fields that map texts to texts, such as ``user_metadata``; None
+    removes an entry. The update is a no-op if the record is missing.
     """
 
     record: str  # a key of RECORD_TYPES
     key: str
     changes: dict[str, Any]
+    entries: dict[str, dict[str, str | None]] = field(default_factory=dict)

@@ -121,9 +121,9 @@ def loss_count(loss_sum: float | None, weight: float | None, tokens: int | None)
 def stride(n: int) -> int:
     """Return the stride of the points that are kept of the first ``n + 1`` of a kind.
 
-    Points are kept if their number, from 0, is a multiple of the stride. The stride doubles
-    whenever there would be more than ``MOST_POINTS`` points, so that the kept points are evenly
-    spaced from the first to the last.
+    Points are kept if their number, from 0, is a multiple of the stride; the newest is kept, too.
+    The stride doubles whenever there would be more than ``MOST_POINTS`` points, so that the kept
+    points are evenly spaced from the first to the last.
     """
     return 1 if n < MOST_POINTS else 1 << (n // MOST_POINTS).bit_length()
 

@@ -439,8 +439,8 @@ class Store(Queue, Protocol):
     async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
         """Return the kept points of a model's curve behind the position ``after``, in order.
 
-        A long curve keeps only every n-th point (see ``usage.stride``). The points stay as long as
-        the model's record.
+        A long curve keeps only every n-th point and the newest (see ``usage.stride``). The points
+        stay as long as the model's record.
         """
         ...
 

@@ -6,21 +6,13 @@ from typing import Annotated
 import typer
 
 from tuneserve_engine.core.errors import REFUSED
-from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
+from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, What, connected
 from tuneserve_server.cli.output import end
 from tuneserve_server.cli.resolve import checkpoint_or_base_model
 
 
 def chat(  # noqa: PLR0913 - options
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PATH|BASE_MODEL]",
-            help="Checkpoint (path, run name, start of the id, or last) or base model. Default: "
-            "the only base model.",
-            show_default=False,
-        ),
-    ] = None,
+    what: What = None,
     prompt: Annotated[
         str | None,
         typer.Option(help="Send this prompt, print the answer and exit.", metavar="TEXT"),

@@ -20,7 +20,7 @@ import typer
 import tuneserve_client as sdk  # its names are imported on first use
 from tuneserve_client.defaults import OPEN_KEY
 from tuneserve_engine.core.errors import REFUSED
-from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
+from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, What, connected
 from tuneserve_server.cli.output import FAILED, end, print_json
 from tuneserve_server.cli.resolve import checkpoint_or_base_model
 
@@ -74,15 +74,7 @@ class Endpoint:
 
 
 def evaluate(  # noqa: PLR0913 - options
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PATH|BASE_MODEL]",
-            help="Checkpoint (path, run name, start of the id, or last) or base model. Default: "
-            "the only base model.",
-            show_default=False,
-        ),
-    ] = None,
+    what: What = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(help="Tasks, separated by commas. May be repeated.", metavar="TASKS"),
@@ -203,9 +195,8 @@ def _run_lm_eval(
         command = [program, "--model", "local-completions"]
         command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
         command += ["--tasks", ",".join(asked.tasks), "--output_path", str(folder)]
-        options = {"limit": asked.limit, "num_fewshot": asked.fewshot}
-        options["include_path"] = asked.include  # type: ignore[assignment]
-        for name, value in options.items():
+        options = ("limit", asked.limit), ("num_fewshot", asked.fewshot)
+        for name, value in (*options, ("include_path", asked.include)):
             command += [] if value is None else [f"--{name}", str(value)]
         command += ["--apply_chat_template"] if asked.chat else []
         _run(command, endpoint.environment, to_stderr=to_stderr)

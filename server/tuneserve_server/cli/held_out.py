@@ -38,12 +38,12 @@ def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
 
 
 def prompt_of(datum: Datum) -> list[int]:
-    """Return the tokens before the first one that is learnt.
+    """Return the tokens before the first one that is trained on.
 
-    If all tokens are learnt, it is the first half of them, or their first few.
+    If all tokens are, return the first half of them, or their first few.
     """
-    learnt = (datum.inputs["weights"] > 0).tolist()
-    before = learnt.index(True) + 1
+    is_trained = (datum.inputs["weights"] > 0).tolist()
+    before = is_trained.index(True) + 1
     if before == 1:
         before = max(1, min(_SHOWN_TEXT, len(datum) // 2))
     return [int(each) for each in datum.tokens[:before]]

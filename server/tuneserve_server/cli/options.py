@@ -25,6 +25,15 @@ ApiKey = Annotated[
         metavar="KEY",
     ),
 ]
+What = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PATH|BASE_MODEL]",
+        help="Checkpoint (path, run name, start of the id, or last) or base model. Default: the "
+        "only base model.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Write into a directory that is not empty; replace files.")

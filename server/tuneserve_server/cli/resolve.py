@@ -10,7 +10,7 @@ from tuneserve_client.paths import PATH_PREFIX, split_path
 from tuneserve_server.cli.output import FAILED, end
 
 if TYPE_CHECKING:
-    from tuneserve_client.wire import types
+    from tuneserve_client.wire import run_types
 
 LAST = "last"
 _RUN_ID = re.compile(r".+:train:\d+")
@@ -18,7 +18,7 @@ _SAMPLER_ID = re.compile(r".+:sample:\d+")
 _SHOWN = 8
 
 
-def run_name(run: "types.TrainingRunResponse") -> str:
+def run_name(run: "run_types.TrainingRunResponse") -> str:
     """Return the name of the run or of its client, or an empty text."""
     return run.name or (run.user_metadata or {}).get("name", "")
 
@@ -91,18 +91,18 @@ def _is_whole(wanted: str) -> bool:
 
 
 def _runs_like(
-    runs: Sequence["types.TrainingRunResponse"], wanted: str
-) -> Sequence["types.TrainingRunResponse"]:
+    runs: Sequence["run_types.TrainingRunResponse"], wanted: str
+) -> Sequence["run_types.TrainingRunResponse"]:
     """Return the runs of this name, or else those whose id begins so."""
     named = [each for each in runs if run_name(each) == wanted]
     return named or [each for each in runs if wanted and each.training_run_id.startswith(wanted)]
 
 
-def _words(runs: Iterable["types.TrainingRunResponse"]) -> set[str]:
+def _words(runs: Iterable["run_types.TrainingRunResponse"]) -> set[str]:
     return {run_name(each) or each.training_run_id for each in runs}
 
 
-def _described(run: "types.TrainingRunResponse") -> str:
+def _described(run: "run_types.TrainingRunResponse") -> str:
     name = run_name(run)
     return f"{run.training_run_id} ({name})" if name else run.training_run_id
 

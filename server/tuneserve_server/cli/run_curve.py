@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tuneserve_engine.core.usage import loss_count
 
 if TYPE_CHECKING:
-    from tuneserve_client.wire import types
+    from tuneserve_client.wire import run_types
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class StepRow:
     grad_norm: float | None = None
 
 
-def step_rows(points: Iterable["types.CurvePointResponse"]) -> list[StepRow]:
+def step_rows(points: Iterable["run_types.CurvePointResponse"]) -> list[StepRow]:
     """Return the rows of a curve, in order."""
     rows: list[StepRow] = []
-    gradients: list[types.CurvePointResponse] = []
-    forwards: list[types.CurvePointResponse] = []
+    gradients: list[run_types.CurvePointResponse] = []
+    forwards: list[run_types.CurvePointResponse] = []
     tokens = 0
     for point in points:
         if point.kind == "forward_backward":
@@ -63,7 +63,7 @@ def step_rows(points: Iterable["types.CurvePointResponse"]) -> list[StepRow]:
     return rows
 
 
-def mean_loss(points: Sequence["types.CurvePointResponse"]) -> float | None:
+def mean_loss(points: Sequence["run_types.CurvePointResponse"]) -> float | None:
     """Return the mean loss of the requests: see ``loss_count``."""
     count = sum(loss_count(each.loss_sum, each.weight, each.tokens) for each in points)
     return sum(each.loss_sum or 0.0 for each in points) / count if count else None

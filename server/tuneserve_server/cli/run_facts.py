@@ -22,7 +22,7 @@ _MEANT = {"name", "notes", "tags", "archived", "outcome", "config"}
 class RunFacts:
     """A run, its curve by steps, its events, its cost and its checkpoints."""
 
-    run: "types.TrainingRunResponse"
+    run: "run_types.TrainingRunResponse"
     rows: list[StepRow]
     events: list["run_types.RunEvent"]
     usage: "types.ModelUsage | None"

@@ -3,10 +3,11 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tuneserve_client.runs import RunOrder, RunState
 from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli import resolve
 from tuneserve_server.cli.options import HERE, ApiKey, AsJson, ListFirst, Url, connected
@@ -24,7 +25,7 @@ from tuneserve_server.cli.run_curve import as_csv, step_rows
 from tuneserve_server.cli.run_facts import RunFacts, facts_of, figure, texts_of
 
 if TYPE_CHECKING:
-    from tuneserve_client.wire import types
+    from tuneserve_client.wire import run_types
 
 app = application(cls=ListFirst, help="List, show, compare and annotate training runs.")
 
@@ -33,19 +34,6 @@ _PAGE = 500
 _NOT_COMPARED = {"name", "config", "checkpoints", "samples"}  # in the head, in rows, too long
 
 RunId = Annotated[str, typer.Argument(metavar="ID", help="Id, the start of it, name, or last.")]
-State = Literal["running", "finished", "stopped", "failed", "diverged"]
-Sort = Literal[
-    "created",
-    "last_request",
-    "name",
-    "state",
-    "step",
-    "loss",
-    "held_out_loss",
-    "duration",
-    "tokens",
-    "device",
-]
 
 
 @app.command("list")
@@ -53,16 +41,18 @@ def list_runs(  # noqa: PLR0913 - options
     search: Annotated[
         str, typer.Option(help="Part of a name, id, base model, note or tag.", metavar="TEXT")
     ] = "",
-    state: Annotated[State | None, typer.Option(help="Only runs in this state.")] = None,
+    state: Annotated[RunState | None, typer.Option(help="Only runs in this state.")] = None,
     tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
     archived: Annotated[bool, typer.Option("--archived", help="Archived runs too.")] = False,
-    sort: Annotated[Sort, typer.Option(help="Figure to sort by, the largest first.")] = "created",
+    sort: Annotated[
+        RunOrder, typer.Option(help="Figure to sort by, the largest first.")
+    ] = "created",
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """List your training runs, newest first."""
-    runs: list[types.TrainingRunResponse] = []
+    runs: list[run_types.TrainingRunResponse] = []
     with connected(url, api_key) as client:
         while True:
             page = client.search_runs(
@@ -210,7 +200,7 @@ def archive_run(
     _tell_changed(run, as_json=as_json)
 
 
-def _tell_changed(run: "types.TrainingRunResponse", *, as_json: bool) -> None:
+def _tell_changed(run: "run_types.TrainingRunResponse", *, as_json: bool) -> None:
     if as_json:
         print_json(run.model_dump(mode="json"))
         return
@@ -227,7 +217,7 @@ def _compared(facts: RunFacts) -> dict[str, str | list[str]]:
     return {name: text for name, text in texts.items() if name not in _NOT_COMPARED} | entries
 
 
-def _row(run: "types.TrainingRunResponse") -> list[str]:
+def _row(run: "run_types.TrainingRunResponse") -> list[str]:
     step = "-" if run.step is None else f"{run.step}/{run.steps}" if run.steps else f"{run.step}"
     return [
         run_name(run) or "-",

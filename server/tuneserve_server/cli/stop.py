@@ -1,12 +1,13 @@
 """``tuneserve stop``: ends the service of a data directory, as Ctrl-C in its terminal would."""
 
 import os
+import select
 import signal
 import socket
 import struct
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,6 @@ from tuneserve_server.cli.options import AsJson
 from tuneserve_server.cli.output import FAILED, end
 
 _PEER = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
-_PAUSE_S = 0.1
 
 DataDir = Annotated[Path | None, typer.Option(help="Data directory of the service.", metavar="DIR")]
 
@@ -45,15 +45,18 @@ def stop(
             FAILED,
         )
     service = _supervisor_of(api) or api
-    try:
-        os.kill(service, signal.SIGTERM)
-    except PermissionError:
-        end(f"process {service} is another user's; stop it as that user", FAILED)
-    deadline_s = time.monotonic() + timeout
-    while _lives(service) or _lives(api):
-        if time.monotonic() >= deadline_s:
-            end(f"process {service} still runs after {timeout:g} s; see its log", FAILED)
-        time.sleep(_PAUSE_S)
+    with ExitStack() as stack:
+        # Descriptors, because another process may get the number of one that has ended.
+        opened = {pid: _open(pid, stack) for pid in (service, api)}
+        try:
+            signal.pidfd_send_signal(opened[service], signal.SIGTERM)
+        except PermissionError:
+            end(f"process {service} is another user's; stop it as that user", FAILED)
+        deadline_s = time.monotonic() + timeout
+        for ended in opened.values():
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not select.select([ended], [], [], left_s)[0]:
+                end(f"process {service} still runs after {timeout:g} s; see its log", FAILED)
     if as_json:
         output.print_json({"data_dir": str(address.parent), "process": service})
     else:
@@ -76,9 +79,8 @@ def _supervisor_of(pid: int) -> int | None:
     return None
 
 
-def _lives(pid: int) -> bool:
-    """Return whether the process exists and is no zombie."""
-    with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z"
-    return False
+def _open(pid: int, stack: ExitStack) -> int:
+    """Return a descriptor of the process that can be read once the process has ended."""
+    descriptor = os.pidfd_open(pid)
+    stack.callback(os.close, descriptor)
+    return descriptor

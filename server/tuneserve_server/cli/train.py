@@ -69,8 +69,8 @@ def train(  # noqa: PLR0913 - options
     eval_split: Annotated[
         float | None,
         typer.Option(
-            help="Share of the rows to hold out: they are never trained on, and their loss shows "
-            "what was learnt. For example 0.05.",
+            help="Share of the rows to hold out, such as 0.05. They are never trained on, so their "
+            "loss shows whether the model improves on other text.",
             metavar="SHARE",
         ),
     ] = None,

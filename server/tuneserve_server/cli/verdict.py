@@ -4,12 +4,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from tuneserve_client.defaults import LEARNING_RATE
 from tuneserve_client.errors import RequestFailed
-
-Outcome = Literal["finished", "stopped", "diverged"]
+from tuneserve_client.runs import RunOutcome
 
 _SAME = 0.01
 """The relative change of a loss that counts as none."""
@@ -137,14 +136,14 @@ class HeldOut:
 class Verdict:
     """The end of a run, and the verdict on it."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     verdict: str
     best_step: int | None = None
     best_loss: float | None = None
     best_checkpoint: str | None = None
 
     @classmethod
-    def on(cls, outcome: Outcome, losses: Sequence[float], held_out: HeldOut | None) -> Self:
+    def on(cls, outcome: RunOutcome, losses: Sequence[float], held_out: HeldOut | None) -> Self:
         """Judge a run by its held-out losses or, if it has none, by its training losses."""
         text = held_out.text if held_out else training_text(losses)
         return cls(outcome, text).with_best(held_out)

@@ -63,10 +63,10 @@ async def documentation_root() -> Response:
 async def documentation(name: str, request: Request) -> Response:
     """Return a file of the documentation site; without a name, its first page."""
     folder = site_folder()
-    if folder is None:
+    if folder is None and not name:
         return HTMLResponse(_NOT_BUILT, headers=dashboard.HEADERS)
     missing = UnknownResource("the documentation has no such page; open /docs/")
-    if "\0" in name:
+    if folder is None or "\0" in name:
         raise missing
     try:
         answer = await StaticFiles(directory=folder).get_response(

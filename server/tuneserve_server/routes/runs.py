@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Response
 
+from tuneserve_client.runs import RunOrder, RunState
 from tuneserve_client.wire import run_types, types
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.records import (
@@ -27,7 +28,7 @@ from tuneserve_server.http.openapi import fails, takes
 from tuneserve_server.routes.listings import MOST_LISTED, Limit, Offset, checkpoint_body, live
 from tuneserve_server.routes.usage import point_body
 from tuneserve_server.runs import names
-from tuneserve_server.runs.overview import RunQuery, RunSummary, Sort, State
+from tuneserve_server.runs.overview import RunQuery, RunSummary
 
 router = APIRouter()
 
@@ -39,7 +40,7 @@ PageLimit = Annotated[int, Query(ge=0, le=MOST_LISTED)]
 Archived = Literal["true", "false", "all"]
 
 
-async def _run_body(caller: Caller, run: RunSummary) -> types.TrainingRunResponse:
+async def _run_body(caller: Caller, run: RunSummary) -> run_types.TrainingRunResponse:
     model, best = run.model, run.progress.best
     page = await caller.store.page_of_records(
         CheckpointRecord, tenant=model.tenant, parent=model.key
@@ -47,7 +48,7 @@ async def _run_body(caller: Caller, run: RunSummary) -> types.TrainingRunRespons
     newest: dict[CheckpointKind, types.CheckpointResponse] = {}
     for checkpoint in live(page.items):
         newest.setdefault(checkpoint.kind, checkpoint_body(checkpoint))
-    return types.TrainingRunResponse(
+    return run_types.TrainingRunResponse(
         training_run_id=model.key,
         name=run.name or None,
         base_model=model.base_model,
@@ -81,7 +82,7 @@ async def _answer(
     offset, limit = window
     cursor = types.Cursor(offset=offset, limit=limit, total_count=total)
     bodies = [await _run_body(caller, each) for each in runs]
-    return reply(types.TrainingRunsResponse(training_runs=bodies, cursor=cursor))
+    return reply(run_types.TrainingRunsResponse(training_runs=bodies, cursor=cursor))
 
 
 async def _described(caller: Caller, model: ModelRecord) -> Response:
@@ -89,7 +90,7 @@ async def _described(caller: Caller, model: ModelRecord) -> Response:
     return reply(await _run_body(caller, run))
 
 
-@router.get("/training_runs", response_model=types.TrainingRunsResponse)
+@router.get("/training_runs", response_model=run_types.TrainingRunsResponse)
 async def list_training_runs(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
     """List the caller's models, newest first."""
     limit = min(limit, MOST_LISTED)
@@ -105,10 +106,10 @@ class _Search:
     """The parameters of a search."""
 
     q: Text = ""
-    state: State | None = None
+    state: RunState | None = None
     tag: Text | None = None
     archived: Archived = "false"
-    sort: Sort = "created"
+    sort: RunOrder = "created"
     order: Literal["asc", "desc"] = "desc"
     limit: PageLimit = 50
     offset: Offset = 0
@@ -131,7 +132,7 @@ class _Search:
 SearchDep = Annotated[_Search, Depends()]
 
 
-@router.get("/training_runs/search", response_model=types.TrainingRunsResponse)
+@router.get("/training_runs/search", response_model=run_types.TrainingRunsResponse)
 async def search_training_runs(caller: CallerDep, search: SearchDep) -> Response:
     """Search the caller's runs.
 
@@ -142,7 +143,7 @@ async def search_training_runs(caller: CallerDep, search: SearchDep) -> Response
     return await search.answer(caller, caller.tenant)
 
 
-@router.get("/live/runs", response_model=types.TrainingRunsResponse)
+@router.get("/live/runs", response_model=run_types.TrainingRunsResponse)
 async def search_live_runs(caller: CallerDep, search: SearchDep) -> Response:
     """Search the runs of all tenants for an admin key, else the caller's, as the dashboard does."""
     return await search.answer(caller, _watched(caller))
@@ -173,7 +174,7 @@ def _watched(caller: Caller) -> str | None:
     return None if Scope.ADMIN in caller.scopes else caller.tenant
 
 
-@router.get(_RUN, response_model=types.TrainingRunResponse, responses=fails(UnknownResource))
+@router.get(_RUN, response_model=run_types.TrainingRunResponse, responses=fails(UnknownResource))
 async def get_training_run(model_id: str, caller: CallerDep) -> Response:
     """Return one model."""
     return await _described(caller, await caller.owned(ModelRecord, model_id))
@@ -181,7 +182,7 @@ async def get_training_run(model_id: str, caller: CallerDep) -> Response:
 
 @router.patch(
     _RUN,
-    response_model=types.TrainingRunResponse,
+    response_model=run_types.TrainingRunResponse,
     openapi_extra=takes(run_types.UpdateRunRequest),
     responses=fails(BadRequest, UnknownResource),
 )
@@ -192,16 +193,15 @@ async def update_training_run(model_id: str, caller: CallerDep, sent: SentJsonDe
     (``true``), ``outcome`` (``finished``, ``stopped`` or ``diverged``), and ``config``, the JSON of
     what the training loop was asked.
     """
-    await caller.owned(ModelRecord, model_id)
+    model = await caller.owned(ModelRecord, model_id)
     changes = (await sent.parsed(run_types.UpdateRunRequest)).user_metadata
-    model = await caller.owned(ModelRecord, model_id)  # as it is now: parsing may take long
     for key in _NOT_CHANGED:
         if key in changes:
             raise UserError(f"the entry {key} of a run cannot be changed; leave it out")
     names.check_outcome(changes.get("outcome"))
     merged = {**model.user_metadata, **changes}
-    metadata = commands.metadata({k: v for k, v in merged.items() if v is not None})
-    await caller.store.update_record(Update("model", model.key, {"user_metadata": metadata}))
+    commands.metadata({key: text for key, text in merged.items() if text is not None})
+    await caller.store.update_record(Update("model", model.key, {}, {"user_metadata": changes}))
     return await _described(caller, await caller.owned(ModelRecord, model_id))
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from tuneserve_client.wire import types
+from tuneserve_client.wire import run_types, types
 from tuneserve_client.wire.body import MAX_INT64
 from tuneserve_engine.core.records import ModelRecord
 from tuneserve_engine.core.usage import CurvePoint, TenantUsage
@@ -44,18 +44,18 @@ async def usage(caller: CallerDep, since: Since = 0) -> Response:
 
 @router.get(
     "/training_runs/{model_id}/curve",
-    response_model=types.CurveResponse,
+    response_model=run_types.CurveResponse,
     responses=fails(UnknownResource),
 )
 async def curve(model_id: str, caller: CallerDep, after: After = 0) -> Response:
     """Return the losses and optimizer steps of a model, in the order of its requests."""
     model = await caller.owned(ModelRecord, model_id)
     points = await caller.store.curve(model.key, after=after)
-    return reply(types.CurveResponse(points=[point_body(each) for each in points]))
+    return reply(run_types.CurveResponse(points=[point_body(each) for each in points]))
 
 
-def point_body(point: CurvePoint) -> types.CurvePointResponse:
-    return types.CurvePointResponse(
+def point_body(point: CurvePoint) -> run_types.CurvePointResponse:
+    return run_types.CurvePointResponse(
         kind=point.kind,
         seq_id=point.position,
         time=datetime.fromtimestamp(point.time_s, UTC),

@@ -6,30 +6,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 from weakref import WeakValueDictionary
 
+from tuneserve_client.runs import RunOrder, RunState
 from tuneserve_engine.core.records import ModelRecord, ModelStatus
 from tuneserve_engine.core.usage import TenantUsage, Totals
 from tuneserve_engine.store.base import Page, Store, StoreStats
 from tuneserve_server.dashboard.curves import CurveReader
-from tuneserve_server.runs.names import RunNames, is_archived, tags_of
+from tuneserve_server.runs.names import OUTCOMES, RunNames, is_archived, tags_of
 from tuneserve_server.runs.progress import Progress
 from tuneserve_server.ttl_cache import CachedQuery
 
-State = Literal["running", "finished", "stopped", "failed", "diverged"]
-Sort = Literal[
-    "created",
-    "last_request",
-    "name",
-    "state",
-    "step",
-    "loss",
-    "held_out_loss",
-    "duration",
-    "tokens",
-    "device",
-]
 _USAGE_S, _ALL_USAGE_S = 3.0, 30.0  # sums over all days: of one tenant, of all tenants
 _READ = 200  # models at once
 _KEPT = 65_536  # models, each with some hundred bytes
@@ -42,7 +29,7 @@ class RunSummary:
 
     model: ModelRecord
     name: str
-    state: State
+    state: RunState
     duration_s: float
     total: Totals
     progress: Progress
@@ -56,10 +43,10 @@ class RunQuery:
     """
 
     text: str = ""
-    state: State | None = None
+    state: RunState | None = None
     tag: str | None = None
     archived: bool | None = False
-    sort: Sort = "created"
+    sort: RunOrder = "created"
     descending: bool = True
     limit: int = 50
     offset: int = 0
@@ -137,7 +124,7 @@ class RunOverview:
         )
 
     async def _rank(
-        self, model: ModelRecord, name: str, total: Totals, sort: Sort
+        self, model: ModelRecord, name: str, total: Totals, sort: RunOrder
     ) -> float | str | None:
         """Return the value by which the run is sorted; None if it is not known."""
         if sort in _BY_RECORD:
@@ -175,12 +162,12 @@ class RunOverview:
         return await reader.go_on(self._store, model, idle_s)
 
 
-def state_of(model: ModelRecord) -> State:
+def state_of(model: ModelRecord) -> RunState:
     """Return the state of a run: as its training loop said, else as its session ended."""
     if model.status in (ModelStatus.FAILED, ModelStatus.LOST):
         return "failed"
     outcome = model.user_metadata.get("outcome")
-    for known in ("finished", "stopped", "diverged"):
+    for known in OUTCOMES:
         if outcome == known:
             return known
     if model.status is not ModelStatus.ENDED:
@@ -211,18 +198,18 @@ def _sortable(rank: float | str | None) -> tuple[str, float]:
     return (rank, 0.0) if isinstance(rank, str) else ("", rank or 0.0)
 
 
-_BY_RECORD: dict[Sort, Callable[[ModelRecord, str], float | str]] = {
+_BY_RECORD: dict[RunOrder, Callable[[ModelRecord, str], float | str]] = {
     "created": lambda model, _: model.created_s,
     "last_request": lambda model, _: model.last_request_s,
     "name": lambda _, name: name.casefold(),
     "state": lambda model, _: state_of(model),
     "duration": lambda model, _: _duration_s(model, time.time()),
 }
-_BY_TOTAL: dict[Sort, Callable[[Totals], float]] = {
+_BY_TOTAL: dict[RunOrder, Callable[[Totals], float]] = {
     "tokens": lambda total: total.trained_tokens,
     "device": lambda total: total.device_s,
 }
-_BY_PROGRESS: dict[Sort, Callable[[Progress], float | None]] = {
+_BY_PROGRESS: dict[RunOrder, Callable[[Progress], float | None]] = {
     "step": lambda progress: progress.step,
     "loss": lambda progress: progress.loss,
     "held_out_loss": lambda progress: progress.held_out_loss,

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tuneserve_client.wire import types
+from tuneserve_client.wire import run_types
 from tuneserve_server.cli.run_curve import as_csv, mean_loss, step_rows
 
 START = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
-def point(kind: Any, seq_id: int, **fields: Any) -> types.CurvePointResponse:
+def point(kind: Any, seq_id: int, **fields: Any) -> run_types.CurvePointResponse:
     time = START + timedelta(seconds=seq_id)
-    return types.CurvePointResponse(kind=kind, seq_id=seq_id, time=time, **fields)
+    return run_types.CurvePointResponse(kind=kind, seq_id=seq_id, time=time, **fields)
 
 
 POINTS = [

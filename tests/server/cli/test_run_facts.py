@@ -3,14 +3,14 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from tuneserve_client.wire import run_types, types
+from tuneserve_client.wire import run_types
 from tuneserve_server.cli.run_facts import RunFacts, texts_of
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
 def facts(events: list[run_types.RunEvent] | None = None, **fields: Any) -> RunFacts:
-    run = types.TrainingRunResponse(
+    run = run_types.TrainingRunResponse(
         training_run_id="s:train:0",
         base_model="tiny",
         model_owner="alice",

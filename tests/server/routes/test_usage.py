@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tuneserve_client.wire.types import CurveResponse, RequestResponse, UsageResponse
+from tuneserve_client.wire.run_types import CurveResponse
+from tuneserve_client.wire.types import RequestResponse, UsageResponse
 from tuneserve_server.access.auth import open_tenant
 from tuneserve_server.access.budgets import Budgets
 

@@ -120,7 +120,7 @@ def update(change: Update) -> dict[str, Any]:
     """Encode an update for a script. Raises ``ValueError`` if it does not fit its record."""
     record_type = RECORD_TYPES[change.record]
     known = {field.name for field in dataclasses.fields(record_type)} - {"key"}
-    if unknown := change.changes.keys() - known:
+    if unknown := (change.changes.keys() | change.entries.keys()) - known:
         raise ValueError(
             f"a {change.record} has no changeable field {sorted(unknown)}; fields: {sorted(known)}"
         )
@@ -133,6 +133,10 @@ def update(change: Update) -> dict[str, Any]:
             raise ValueError(f"{name} of a {change.record}: {error}") from error
         fields += [name, _json(plain)]
     found: dict[str, Any] = {"type": change.record, "key": change.key, "fields": fields}
+    found["entries"] = [  # the field, entries to set, and entries to remove
+        [name, {k: v for k, v in of.items() if v is not None}, [k for k in of if of[k] is None]]
+        for name, of in change.entries.items()
+    ]
     status = change.changes.get("status") if record_type is ModelRecord else None
     if status == ModelStatus.FAILED:
         found["ends"] = {"status": '"failed"'} | rejection(refusals.failed(change.key))

@@ -122,13 +122,16 @@ def update_record(tx: Transaction, change: Update) -> Record | None:
     if stored is None:
         return None
     known = {field.name for field in dataclasses.fields(record_type)} - {"key"}
-    if unknown := change.changes.keys() - known:
+    if unknown := (change.changes.keys() | change.entries.keys()) - known:
         raise ValueError(
             f"a {change.record} has no changeable field {sorted(unknown)}; fields: {sorted(known)}"
         )
     changes = dict(change.changes)
     if isinstance(stored, ModelRecord) and stored.status not in ALIVE:
         changes.pop("status", None)
+    for name, entries in change.entries.items():
+        mixed = {**getattr(stored, name), **entries}
+        changes[name] = {key: text for key, text in mixed.items() if text is not None}
     merged = msgspec.to_builtins(stored) | msgspec.to_builtins(changes)
     record = msgspec.convert(merged, type=record_type)
     put_record(tx, record)

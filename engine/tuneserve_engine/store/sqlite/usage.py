@@ -79,7 +79,10 @@ def usage(tx: Transaction, tenant: str | None, since_s: float) -> list[TenantUsa
 
 
 def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
-    """Add the point to the model's curve, and drop every second point when the curve is full."""
+    """Add the point to the model's curve, and drop every second point when the curve is full.
+
+    The newest point is kept, whatever its number, until the next one comes.
+    """
     row = tx.execute(
         "INSERT INTO curves VALUES (?, ?, 1) "
         "ON CONFLICT (model_id, kind) DO UPDATE SET points = points + 1 RETURNING points",
@@ -88,8 +91,11 @@ def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
     ).fetchone()
     assert row is not None
     n = row[0] - 1
-    if n >= MOST_POINTS and n % stride(n):
-        return
+    if n and (n - 1) % stride(n):
+        tx.execute(
+            "DELETE FROM curve_points WHERE model_id = ? AND kind = ? AND n = ?",
+            *(model_id, point.kind, n - 1),
+        )
     text = msgspec.json.encode(replace(point, time_s=tx.now_s)).decode()
     tx.execute(
         "INSERT INTO curve_points VALUES (?, ?, ?, ?, ?)",

@@ -1,5 +1,7 @@
 """Records: storing, listing and changing them."""
 
+import asyncio
+
 import pytest
 
 from tests.engine.store.contract.bench import (
@@ -62,6 +64,37 @@ class RecordsContract(Contract):
         )
         want = checkpoint(public=True, expires_s=5.0)
         assert await bench.store.get_record(CheckpointRecord, checkpoint().key) == want
+
+    @scenario
+    async def test_entries_are_set_and_removed_and_the_others_stay(self, bench: Bench) -> None:
+        odd = {"1": "2", "é/\\": '"\n\0', "": "", "🙂": "[]"}
+        await bench.store.put_record(model(user_metadata={"a": "1", "b": "2"}))
+        for entries, want in (
+            ({"b": None, "c": "3", "missing": None}, {"a": "1", "c": "3"}),
+            ({"a": None, "c": None}, {}),
+            ({}, {}),
+            (odd, odd),
+            ({"x": "y"}, odd | {"x": "y"}),
+        ):
+            change = Update("model", model().key, {}, {"user_metadata": entries})
+            await bench.store.update_record(change)
+            found = await bench.store.get_record(ModelRecord, model().key)
+            assert found == model(user_metadata=want)
+        with pytest.raises(ValueError, match="colour"):
+            await bench.store.update_record(
+                Update("model", model().key, {}, {"colour": {"a": "b"}})
+            )
+
+    @scenario
+    async def test_changes_of_entries_at_the_same_moment_are_all_kept(self, bench: Bench) -> None:
+        await bench.store.put_record(model())
+        changes = [
+            Update("model", model().key, {}, {"user_metadata": {f"entry {n}": "x"}})
+            for n in range(20)
+        ]
+        await asyncio.gather(*map(bench.store.update_record, changes))
+        found = await bench.store.get_record(ModelRecord, model().key)
+        assert found is not None and len(found.user_metadata) == 20
 
     @scenario
     async def test_a_key_is_revoked_and_stays_listed_under_its_tenant(self, bench: Bench) -> None:

@@ -75,7 +75,13 @@ def test_an_update_has_the_changed_fields_as_json() -> None:
         "type": "session",
         "key": "s",
         "fields": ["ended", '"success"', "tags", '["x"]'],
+        "entries": [],
     }
+
+
+def test_an_update_of_entries_has_those_to_set_and_those_to_remove() -> None:
+    change = Update("model", "m", {}, {"user_metadata": {"a": "1", "b": None, "c": ""}})
+    assert encoding.update(change)["entries"] == [["user_metadata", {"a": "1", "c": ""}, ["b"]]]
 
 
 @pytest.mark.parametrize("status", ["failed", "lost"])

@@ -1,4 +1,4 @@
-"""Forms of rows: the text that is learnt agrees with transformers' rendering of the template."""
+"""Forms of rows: the text trained on agrees with transformers' rendering of the template."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def rows_of(folder: Path, *values: Any, **options: Any) -> Rows:
     return read_rows(str(path), **options)
 
 
-def learnt(datum: Any) -> str:
+def trained_text(datum: Any) -> str:
     targets = datum.targets[datum.inputs["weights"] > 0]
     return TOKENIZER.decode(targets.tolist(), skip_special=False)
 
@@ -72,17 +72,17 @@ def test_a_form_has_the_tokens_of_its_conversation(tmp_path: Path, form: str) ->
     text = REFERENCE.apply_chat_template(messages, tokenize=False)
     expected = REFERENCE(text, add_special_tokens=False)["input_ids"]
     assert [*datum.tokens.tolist(), datum.targets.tolist()[-1]] == expected
-    assert learnt(datum).endswith(f"Ahoy!{REFERENCE.eos_token}")
-    assert "Hello" not in learnt(datum)
+    assert trained_text(datum).endswith(f"Ahoy!{REFERENCE.eos_token}")
+    assert "Hello" not in trained_text(datum)
 
 
-def test_only_the_completion_of_a_conversation_is_learnt(tmp_path: Path) -> None:
+def test_only_the_completion_of_a_conversation_is_trained_on(tmp_path: Path) -> None:
     row = {"prompt": [*CHAT, ASKED], "completion": [{**ANSWER, "content": "Arr."}]}
     (datum,) = encode(rows_of(tmp_path, row), TOKENIZER, limit=500, cut=False)
-    assert learnt(datum) == f"Arr.{REFERENCE.eos_token}"
+    assert trained_text(datum) == f"Arr.{REFERENCE.eos_token}"
 
 
-def test_every_token_of_a_text_is_learnt(tmp_path: Path) -> None:
+def test_every_token_of_a_text_is_trained_on(tmp_path: Path) -> None:
     (datum,) = encode(rows_of(tmp_path, {"text": "Ahoy there"}), TOKENIZER, limit=500, cut=False)
     ids = REFERENCE("Ahoy there")["input_ids"]
     assert datum.tokens.tolist() == ids
@@ -108,7 +108,7 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
     renamed = {"prompt": "question", "completion": "answer"}
     rows = rows_of(tmp_path, {"question": "Hello", "answer": " Ahoy!"}, renamed=renamed)
     (datum,) = encode(rows, TOKENIZER, limit=500, cut=False)
-    assert learnt(datum) == f" Ahoy!{REFERENCE.eos_token}"
+    assert trained_text(datum) == f" Ahoy!{REFERENCE.eos_token}"
     assert rows.digest != rows_of(tmp_path, {"prompt": "Hello", "completion": " Ahoy!"}).digest
 
 
@@ -174,7 +174,7 @@ def test_a_column_with_a_known_name_can_be_renamed(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Ahoy!"}]
     rows = rows_of(tmp_path, {"messages": turns}, renamed={"conversations": "messages"})
     (datum,) = encode(rows, TOKENIZER, limit=500, cut=False)
-    assert learnt(datum) == f"Ahoy!{REFERENCE.eos_token}"
+    assert trained_text(datum) == f"Ahoy!{REFERENCE.eos_token}"
 
 
 def test_copies_of_a_row_have_the_same_content_wherever_they_are(tmp_path: Path) -> None:

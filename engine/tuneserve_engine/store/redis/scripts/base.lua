@@ -34,7 +34,8 @@ local function ahead_key(model) return P .. 'lane-ahead:' .. model end
 local function log_key(model) return P .. 'lane-log:' .. model end
 local function points_key(model) return P .. 'points:' .. model end
 
--- The number of points that a model's curve has had of each kind, and the points that are kept.
+-- The number of points that a model's curve has had of each kind, with the newest of each; and the
+-- points that are kept.
 local function points_seen_key(model) return P .. 'curve-seen:' .. model end
 local function curve_key(kind, model) return P .. 'curve:' .. kind .. ':' .. model end
 

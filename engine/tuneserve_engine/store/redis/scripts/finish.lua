@@ -80,7 +80,7 @@ local function finish(outcome, body, recording)
     recordings.put(outcome.id, recording, RECORDING_BYTES)
   end
   for _, update in ipairs(outcome.updates) do
-    records.update(update.type, update.key, update.fields)
+    records.update(update.type, update.key, update.fields, update.entries)
     local ends = update.ends
     if ends and call('HGET', record_key('model', update.key), 'status') == ends.status then
       jobs.finish_all(update.key, ends)

@@ -81,9 +81,22 @@ function records.put(type, key, fields)
   watch(type, key)
 end
 
--- Sets fields of an existing record. A model that has ended, failed or was lost keeps that status:
--- its worker may report the creation after the session is over.
-function records.update(type, key, fields)
+-- Returns a JSON mapping of texts with some entries set and others removed.
+local function with_entries(text, set, removed)
+  local found = text and cjson.decode(text) or {}
+  for name, each in pairs(set) do
+    found[name] = each
+  end
+  for _, name in ipairs(removed) do
+    found[name] = nil
+  end
+  return next(found) and cjson.encode(found) or '{}'
+end
+
+-- Sets fields of an existing record, and entries of fields that are mappings. A model that has
+-- ended, failed or was lost keeps that status: its worker may report the creation after the session
+-- is over.
+function records.update(type, key, fields, entries)
   local status = call('HGET', record_key(type, key), type == 'model' and 'status' or 'key')
   if not status then
     return
@@ -94,6 +107,11 @@ function records.update(type, key, fields)
       changes[#changes + 1] = fields[i]
       changes[#changes + 1] = fields[i + 1]
     end
+  end
+  for _, each in ipairs(entries) do
+    local field, set, removed = unpack(each)
+    changes[#changes + 1] = field
+    changes[#changes + 1] = with_entries(call('HGET', record_key(type, key), field), set, removed)
   end
   if #changes > 0 then
     records.put(type, key, changes)

@@ -31,25 +31,32 @@ function usage.add(tenant, name, sums)
   end
 end
 
--- Adds a point to a model's curve if its number among the points of its kind is a multiple of the
--- stride. The stride doubles when there would be more than `most` points; then every second one is
--- dropped.
+-- Adds a point to a model's curve, which keeps those points whose number, among the points of their
+-- kind, is a multiple of the stride, and the newest. The stride doubles when there would be more
+-- than `most` points; then every second one is dropped.
 function usage.draw(model, point, most)
-  local n = call('HINCRBY', points_seen_key(model), point.kind, 1) - 1
+  local seen, key = points_seen_key(model), curve_key(point.kind, model)
+  local n = call('HINCRBY', seen, point.kind, 1) - 1
   local stride, limit = 1, most
   while n >= limit do
     stride, limit = stride * 2, limit * 2
   end
-  if n % stride ~= 0 then
-    return
-  end
-  local key = curve_key(point.kind, model)
-  if n > 0 and n * 2 == limit then
-    for _, each in ipairs(call('ZRANGE', key, 0, -1)) do
-      if tonumber(string.match(each, '^%d+')) % stride ~= 0 then
-        call('ZREM', key, each)
-      end
+  local function drop_between(each)
+    if tonumber(string.match(each, '^%d+')) % stride ~= 0 then
+      call('ZREM', key, each)
     end
   end
-  call('ZADD', key, point.position, n .. ' ' .. NOW .. ' ' .. point.text)
+  local newest = 'newest ' .. point.kind
+  local before = call('HGET', seen, newest)
+  if before then
+    drop_between(before)
+  end
+  if n > 0 and n * 2 == limit then
+    for _, each in ipairs(call('ZRANGE', key, 0, -1)) do
+      drop_between(each)
+    end
+  end
+  local member = n .. ' ' .. NOW .. ' ' .. point.text
+  call('ZADD', key, point.position, member)
+  call('HSET', seen, newest, member)
 end
