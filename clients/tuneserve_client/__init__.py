@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tuneserve_client.adapter import Adapter
     from tuneserve_client.client import AsyncClient
     from tuneserve_client.data import Datum, chat_datum, next_token_datum, sft_datum
     from tuneserve_client.errors import (
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from tuneserve_client.sampling import AsyncSampler
     from tuneserve_client.sync import Client, Future, Model, Sampler
     from tuneserve_client.training import AsyncModel, torch_loss
-    from tuneserve_client.wire.types import Adapter
 
 _NAMES = {
+    "adapter": ["Adapter"],
     "progress_bars": ["gather", "progress"],
     "data": ["Datum", "chat_datum", "next_token_datum", "sft_datum"],
     "errors": [
@@ -56,7 +57,6 @@ _NAMES = {
     "client": ["AsyncClient"],
     "sync": ["Client", "Future", "Model", "Sampler"],
     "training": ["AsyncModel", "torch_loss"],
-    "wire.types": ["Adapter"],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import httpx
 
+from tuneserve_client.adapter import Adapter
 from tuneserve_client.arguments import checks_arguments
 from tuneserve_client.catalog import Catalog
 from tuneserve_client.defaults import DEFAULT_URL, OPEN_KEY, RANK
@@ -141,7 +142,7 @@ class AsyncClient(Catalog):
         train_attn: bool = True,
         train_mlp: bool = True,
         train_unembed: bool = True,
-        adapter: types.Adapter | None = None,
+        adapter: Adapter | None = None,
         name: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> AsyncModel:
@@ -159,13 +160,14 @@ class AsyncClient(Catalog):
             train_mlp=train_mlp,
             train_unembed=train_unembed,
         )
+        kind = adapter.to_wire() if adapter else None
         body = types.CreateModelRequest(
             session_id=await self._session.id(),
             model_seq_id=self._session.next_model(),
             base_model=base_model,
             user_metadata=_named(name, user_metadata),
             lora_config=lora,
-            adapter=adapter,
+            adapter=kind,
         )
         return await self._created("create_model", body)
 

@@ -464,3 +464,4 @@ def test_other_forms_are_shown_and_trained(tmp_path):
     for name in ("alpaca.csv", "sharegpt.json"):
         said = tuneserve("train", tmp_path / name, *QUICK)
         assert said.startswith("2 rows, ") and "saved as tinker://" in said
+        assert "estimated time: " in said

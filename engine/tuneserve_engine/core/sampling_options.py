@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError, shown_number
 from tuneserve_engine.core.jobs import MAX_SAMPLES, SampleCommand
+from tuneserve_engine.core.shapes import MAX_LOGIT_BIASES
 
 MAX_TOP_K = 64
 """The most entries of one top-k or alternatives list."""
 
-MAX_LOGIT_BIASES = 300
-"""The most tokens that one ``logit_bias`` names."""
 MAX_BIAS, MAX_PENALTY = 100.0, 2.0
 """The largest absolute bias and penalty, as at OpenAI."""
 

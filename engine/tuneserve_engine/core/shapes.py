@@ -5,6 +5,9 @@ from itertools import pairwise
 
 from tuneserve_engine.core.errors import UserError
 
+MAX_LOGIT_BIASES = 300
+"""The most tokens that one ``logit_bias`` names."""
+
 _BIN_TOKENS = 4096
 _PREFILL_TOKENS = 2048
 _TARGET_BUCKETS = (1, 64)

@@ -51,6 +51,12 @@ class TrainPlan:
         return self.recipe.steps(len(self.data))
 
     @property
+    def tokens_left(self) -> int:
+        """The number of tokens that the run trains on, in all epochs, from its first step on."""
+        tokens = self.recipe.epochs * sum(map(len, self.data))
+        return round(tokens * (self.steps - self.first) / self.steps)
+
+    @property
     def held_out_count(self) -> int:
         return self.held_out.rows if self.held_out else 0
 

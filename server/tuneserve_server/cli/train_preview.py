@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tuneserve_client import Datum
 from tuneserve_server.cli.output import print_json_line
+from tuneserve_server.cli.time_estimate import TimeEstimate
 from tuneserve_server.cli.train_rows import Rows
 
 _SHOWN_TOKENS = 400
@@ -31,11 +32,12 @@ class Preview:
     steps: int
     duplicates: int
     empty_answers: int
+    time: TimeEstimate | None
     example: list[tuple[str, bool]]
     """Parts of the first row, each with whether it is trained on."""
 
     @classmethod
-    def from_data(
+    def from_data(  # noqa: PLR0913 - parts of a plan
         cls,
         data: Rows,
         datums: Sequence[Datum],
@@ -43,6 +45,7 @@ class Preview:
         *,
         steps: int,
         held_out: int = 0,
+        time: TimeEstimate | None = None,
     ) -> "Preview":
         rows = data.rows
         copies = {row.content for row in rows}
@@ -58,6 +61,7 @@ class Preview:
             steps=steps,
             duplicates=len(rows) - len(copies),
             empty_answers=sum(row.is_answer_empty for row in rows),
+            time=time,
             example=_parts(datums[0], decoder),
         )
 
@@ -71,6 +75,8 @@ class Preview:
             f"{self.rows:,} rows{held_out}, {self.tokens:,} tokens, the longest {self.longest:,}, "
             f"{self.trained_share:.0%} trained on, {self.steps:,} steps\n"
         )
+        time = self.time.text if self.time else "shown after the second step"
+        text.append(f"estimated time: {time}\n")
         for count, name in (
             (self.skipped, "bad rows skipped"),
             (self.duplicates, "duplicate rows"),

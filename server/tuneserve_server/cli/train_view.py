@@ -35,7 +35,7 @@ class Step:
     @property
     def text(self) -> str:
         is_last = self.step == self.steps
-        left = "" if self.left_s is None or is_last else f"  {time_left(self.left_s)}"
+        left = "" if self.left_s is None or is_last else f"  {time_text(self.left_s)} left"
         return (
             f"loss {self.loss:.4f}  lr {self.learning_rate:.2e}  "
             f"{self.tokens_per_s:,.0f} tokens/s{left}"
@@ -64,14 +64,14 @@ class Evaluated:
         return [f"step {self.step}/{self.steps}  {loss}", *said]
 
 
-def time_left(left_s: float) -> str:
+def time_text(estimated_s: float) -> str:
     """Return an estimated time as words."""
-    minutes = round(left_s / 60)
-    if left_s < 60:
-        return "less than a minute left"
+    minutes = round(estimated_s / 60)
+    if estimated_s < 60:
+        return "less than a minute"
     if minutes < 90:
-        return f"about {minutes} minute{'' if minutes == 1 else 's'} left"
-    return f"about {left_s / 3600:.1f} hours left"
+        return f"about {minutes} minute{'' if minutes == 1 else 's'}"
+    return f"about {estimated_s / 3600:.1f} hours"
 
 
 def _ending(text: str) -> str:

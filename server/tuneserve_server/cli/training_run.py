@@ -22,6 +22,7 @@ from tuneserve_server.cli.options import PATIENT_S, connected
 from tuneserve_server.cli.output import FAILED, end, print_json_line, this_command
 from tuneserve_server.cli.reporting import ReportedView, Reports
 from tuneserve_server.cli.run_events import record_event, record_outcome
+from tuneserve_server.cli.time_estimate import TimeEstimate
 from tuneserve_server.cli.train_options import SAVED_AS, TrainOptions
 from tuneserve_server.cli.train_plan import TrainPlan, plan_of
 from tuneserve_server.cli.train_preview import Preview
@@ -54,7 +55,12 @@ def _train(client: Client, rows: Rows, asked: TrainOptions) -> None:
     if asked.dry_run or not asked.as_json:
         decoder = client.tokenizer(plan.base_model)
         shown = Preview.from_data(
-            plan.rows, plan.data, decoder, steps=plan.steps, held_out=plan.held_out_count
+            plan.rows,
+            plan.data,
+            decoder,
+            steps=plan.steps,
+            held_out=plan.held_out_count,
+            time=TimeEstimate.of(client, plan.base_model, plan.tokens_left),
         )
         shown.show(Console(), as_json=asked.as_json)
     elif rows.bad:
@@ -76,9 +82,7 @@ def _model(client: Client, plan: TrainPlan, asked: TrainOptions) -> Model:
     if plan.resume:
         return client.load_model(plan.resume, name=asked.name, user_metadata=about)
     rank = asked.adapter.get("rank")
-    kind = (
-        Adapter(**({"kind": "lora"} | asked.adapter)) if asked.adapter.keys() - {"rank"} else None
-    )
+    kind = Adapter(**asked.adapter) if asked.adapter.keys() - {"rank"} else None
     return client.create_model(
         plan.base_model,
         rank=rank or RANK,

@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from tuneserve_server.cli.train_view import Evaluated, Step, time_left, view_of
+from tuneserve_server.cli.train_view import Evaluated, Step, time_text, view_of
 
 EVALUATED = Evaluated(2, 10, 1.87, True, [{"prompt": "a" * 60 + "\n?", "completion": " Ahoy"}])
 
@@ -52,12 +52,12 @@ def test_lines_show_an_evaluation_and_the_ends_of_its_prompts(
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (59, "less than a minute left"),
-        (60, "about 1 minute left"),
-        (90.5, "about 2 minutes left"),
-        (3600, "about 60 minutes left"),
-        (9000, "about 2.5 hours left"),
+        (59, "less than a minute"),
+        (60, "about 1 minute"),
+        (90.5, "about 2 minutes"),
+        (3600, "about 60 minutes"),
+        (9000, "about 2.5 hours"),
     ],
 )
-def test_the_time_left_is_put_into_words(seconds: float, text: str) -> None:
-    assert time_left(seconds) == text
+def test_an_estimated_time_is_put_into_words(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text

@@ -9,6 +9,7 @@ from tuneserve_engine.backend.jax.memory.gpu_room import (
 )
 from tuneserve_engine.backend.jax.memory.sizes import Line, Sizes
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
+from tuneserve_engine.core.shapes import MAX_LOGIT_BIASES
 
 _DRAWN_COPIES, _SCORED_COPIES = 8, 3
 """Float32 copies of logits while tokens are drawn, and while a prompt's positions are scored."""
@@ -32,6 +33,7 @@ class SamplingRoom(Sizes):
             self.snapshots,
             self.prompt,
             self.drawing,
+            self.logit_edits,
             self.scoring,
         )
 
@@ -135,6 +137,23 @@ class SamplingRoom(Sizes):
         attention = self._read_per_row + _SCORE_COPIES * c.heads * self._round
         width = _DRAWN_COPIES * c.vocab_size + attention + self.layer_width
         return Line("token draws", f"{rows} rows * {width:,} * 4 bytes", rows * width * 4)
+
+    @property
+    def logit_edits(self) -> Line:
+        """Biases and drawn tokens of each decode slot.
+
+        Each rank bucket keeps rows that change nothing. A dispatch in which a slot asks for changes
+        has rows of its own, and two copies of the drawn tokens.
+        """
+        rows, context = self.shape.sample_rows, self.shape.static_shapes.context_length
+        arrays = len(self.shape.static_shapes.rank_buckets) + 1
+        per_row = arrays * (2 * MAX_LOGIT_BIASES + 2 + context) + 2 * context
+        return Line(
+            "biases and penalties",
+            f"{rows} rows * ({arrays} * ({2 * MAX_LOGIT_BIASES + 2} + {context:,} tokens) + "
+            f"2 * {context:,} tokens) * 4 bytes",
+            rows * per_row * 4,
+        )
 
     @property
     def scoring(self) -> Line:

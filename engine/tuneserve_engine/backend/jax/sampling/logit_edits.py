@@ -17,9 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.base import SamplingRequest
 from tuneserve_engine.backend.jax.sampling.adapter_slots import Scalar
+from tuneserve_engine.core.shapes import MAX_LOGIT_BIASES
 
-MAX_BIASED_TOKENS = 300
-"""The most tokens of a row that have a bias, however many are asked for."""
 _NO_TOKEN = np.iinfo(np.int32).max
 """The id of an unused place: a scatter drops it. A negative one would count from the end."""
 
@@ -40,8 +39,8 @@ class LogitEdits(NamedTuple):
 def no_edits(slots: int, length: int) -> LogitEdits:
     """Return rows that change nothing, for sequences of up to ``length`` drawn tokens."""
     return LogitEdits(
-        ids=np.full((slots, MAX_BIASED_TOKENS), _NO_TOKEN, np.int32),
-        bias=np.zeros((slots, MAX_BIASED_TOKENS), np.float32),
+        ids=np.full((slots, MAX_LOGIT_BIASES), _NO_TOKEN, np.int32),
+        bias=np.zeros((slots, MAX_LOGIT_BIASES), np.float32),
         presence=np.zeros(slots, np.float32),
         frequency=np.zeros(slots, np.float32),
         drawn=np.full((slots, length), _NO_TOKEN, np.int32),

@@ -18,6 +18,7 @@ from tests.support.compiled import memory_of
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.kv_pages import most_pages
+from tuneserve_engine.backend.jax.sampling.logit_edits import no_edits
 from tuneserve_engine.backend.jax.sampling.programs import Programs
 from tuneserve_engine.core.shapes import StaticShapes
 
@@ -69,6 +70,23 @@ def test_sampling_has_unstacked_layers_kv_pages_and_an_adapter_per_decode_slot(
     assert counted.decode_adapters.bytes == slots - 2 * ROWS * scale  # each rank bucket has its own
     assert counted.snapshot_bytes == 3 * (snapshot - scale)
     assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
+
+
+@EVERY_SHAPE
+def test_logit_edits_have_a_copy_per_rank_bucket_and_one_in_progress(name: str, dtype: Any) -> None:
+    """A dispatch also has the drawn tokens twice: those before it, and with those of the dispatch.
+
+    The rest of a state's arrays are some bytes per row, except for the page table.
+    """
+    config, static_shapes = SHAPES[name]
+    counted = footprint(config, dtype=dtype, static_shapes=static_shapes, sample_rows=ROWS)
+    edits = no_edits(ROWS, static_shapes.context_length)
+    arrays = len(static_shapes.rank_buckets) + 1
+    line = counted.sampling.logit_edits
+    assert line in counted.sampling.lines
+    assert line.bytes == arrays * (size(edits) - edits.asked.nbytes) + 2 * edits.drawn.nbytes
+    state = Sampling.of(config, static_shapes, dtype).arguments("decode")[3]
+    assert size(edits) <= state <= size(edits) + ROWS * (64 + 4 * static_shapes.context_length)
 
 
 def test_decode_slots_of_a_gpu_share_adapter_slots() -> None:

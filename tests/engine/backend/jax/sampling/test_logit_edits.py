@@ -15,14 +15,12 @@ from tests.engine.backend.jax.sampling.test_sampler import (
 )
 from tuneserve_engine.backend.base import SampledSequence, SamplingRequest
 from tuneserve_engine.backend.jax.sampling.logit_edits import (
-    MAX_BIASED_TOKENS,
     SlotEdits,
     edited,
     no_edits,
     no_recent,
 )
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
-from tuneserve_engine.core.sampling_options import MAX_LOGIT_BIASES
 
 __all__ = ["model", "programs", "sampler"]
 
@@ -99,10 +97,6 @@ def test_tokens_of_the_same_dispatch_count_too() -> None:
     want[0, 4] -= 2
     want[0, 5] -= 1
     np.testing.assert_array_equal(got, want)
-
-
-def test_rows_have_room_for_as_many_biases_as_a_request_may_have() -> None:
-    assert MAX_BIASED_TOKENS == MAX_LOGIT_BIASES
 
 
 # --- whole samples -------------------------------------------------------------------------------
