@@ -21,6 +21,6 @@ class Adapter:
     unfreeze_ratio: float | None = None
     form: str | None = None
 
-    def to_wire(self) -> types.Adapter:
+    def to_wire(self) -> types.AdapterSpec:
         """Return the field of a request. Raises pydantic's ``ValidationError``."""
-        return types.Adapter(**asdict(self))
+        return types.AdapterSpec(**asdict(self))

@@ -11,7 +11,7 @@ def test_an_adapter_becomes_the_field_of_a_request() -> None:
     every = Adapter(kind="osft", rank=3, unfreeze_ratio=0.5, form="core")
     sent = every.to_wire().model_dump()
     assert sent == {"kind": "osft", "rank": 3, "unfreeze_ratio": 0.5, "form": "core"}
-    assert sent.keys() == types.Adapter.model_fields.keys()
+    assert sent.keys() == types.AdapterSpec.model_fields.keys()
     assert Adapter().to_wire().model_dump(exclude_none=True) == {"kind": "lora"}
 
 

@@ -146,7 +146,7 @@ class LoraConfig(Request):
     train_attn: bool = True
 
 
-class Adapter(Request):
+class AdapterSpec(Request):
     """The adapter to train. Options that its kind does not have are refused."""
 
     kind: str = Field(max_length=64, description="`lora`, `rslora` or `osft`.")
@@ -188,7 +188,7 @@ class CreateModelRequest(SessionKey):
         "field `adapter`. Entries named like options of that kind set these options.",
     )
     lora_config: LoraConfig | None = None
-    adapter: Adapter | None = Field(
+    adapter: AdapterSpec | None = Field(
         default=None,
         description="The adapter to train: `lora`, unless this field or `user_metadata` names "
         "another kind.",

@@ -23,6 +23,7 @@ SECTIONS = {
         "models": ("status:models", "List the base models of a server."),
         "status": ("status:status", "Show whether a server works."),
         "top": ("top:top", "Show the load of the workers."),
+        "conformance": ("conformance:conformance", "Check that a server speaks the protocol."),
     },
     "Run a server": {
         "up": ("services:up", "Start the API and a worker, and keep both running."),

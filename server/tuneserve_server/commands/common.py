@@ -79,7 +79,17 @@ def _bytes_of(given: dict[str, str] | None) -> int:
 
 
 def check_optimizer(config: types.OptimizerConfig | None) -> None:
-    """Raise ``UserError`` for any optimizer but adamw; an absent config means adamw."""
+    """Raise ``UserError`` for any optimizer but adamw; an absent config means adamw.
+
+    The vendor's page about ``dimuon`` leaves out how it computes the matrix sign:
+    https://tinker-docs.thinkingmachines.ai/tinker/api-reference/types/dimuonparams/
+    """
+    if config is not None and config.type == "dimuon":
+        raise UserError(
+            "optimizer_config.type is 'dimuon', whose rule is not public: its matrix-sign "
+            "iterations and its normalization are the vendor's constants; leave optimizer_config "
+            "out to train with 'adamw'"
+        )
     if config is not None and config.type != "adamw":
         raise UserError(
             "optimizer_config.type is not an optimizer of this server, which has only 'adamw'; "
