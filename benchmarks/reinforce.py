@@ -65,12 +65,15 @@ def rewards(url: str, loss: str, seed: int, lag: int) -> list[float]:
     """
     rng, means = random.Random(seed), []
     with tinker.ServiceClient(base_url=url, api_key="tml-local") as service:
-        base_model = service.get_server_capabilities().supported_models[0].model_name
-        trainer = service.create_lora_training_client(base_model, rank=RL.RANK, seed=seed)
+        rest = tinker.RestClient(base_url=url, api_key="tml-local")
+        base_model = rest.get_server_capabilities().result().supported_models[0].model_name
+        trainer = service.create_lora_training_client(base_model, rank=RL.RANK, seed=seed).result()
         tokenizer = trainer.get_tokenizer()
         samplers: deque[tinker.SamplingClient] = deque(maxlen=lag + 1)
         for step in range(STEPS + 1):
-            saved = trainer.save_weights_and_get_sampling_client(record_stability_info=True)
+            saved = trainer.save_weights_and_get_sampling_client(
+                record_stability_info=True
+            ).result()
             samplers.append(saved)
             is_last = step == STEPS
             sampler = saved if is_last else samplers[0]
