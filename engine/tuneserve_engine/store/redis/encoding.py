@@ -33,6 +33,7 @@ from tuneserve_engine.core.usage import TOTALLED, CurvePoint, TenantUsage, Total
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import (
     Completion,
+    KeptRequest,
     LogEntry,
     R,
     RecoveryPoint,
@@ -282,6 +283,21 @@ def read_request(row: Sequence[Any]) -> RequestState | None:
     if found.state == "expired":
         return found
     return dataclasses.replace(found, failed=category is not None, usage=_read_usage(*cost))
+
+
+def read_kept_request(key: tuple[int, str], row: Sequence[Any]) -> KeptRequest | None:
+    """Decode the request with this number and id; None if it is forgotten or its result dropped."""
+    kind, state, category, *cost = row
+    if state is None or state == b"expired":
+        return None
+    seq, request_id = key
+    _, created, finished = cost
+    return KeptRequest(
+        *(request_id, JobKind(kind.decode()), seq, state.decode(), float(created)),
+        finished_s=None if finished is None else float(finished),
+        failed=category is not None,
+        usage=_read_usage(*cost),
+    )
 
 
 # --- what was used ------------------------------------------------------------------------------
