@@ -58,6 +58,7 @@ from tuneserve_engine.store.base import (
 from tuneserve_engine.store.errors import Fenced, KeyReused, StoreFailed, StoreUnusable
 from tuneserve_engine.store.pubsub import Subscription
 from tuneserve_engine.store.redis import encoding as forms
+from tuneserve_engine.store.redis import usage as usages
 from tuneserve_engine.store.redis.connection import Server
 from tuneserve_engine.store.redis.limits import check_limits
 from tuneserve_engine.store.redis.notifications import RedisNotifications
@@ -362,16 +363,16 @@ class RedisStore:
     ) -> list[TenantUsage]:
         of_tenant = [] if tenant is None else [tenant]
         rows = await self._run("used", day_of(since_s), f"({before_s / DAY_S}", *of_tenant)
-        found = [forms.read_sums(name, days) for name, *days in rows]
+        found = [usages.read_sums(name, days) for name, *days in rows]
         return sorted((each for each in found if each.by_model), key=lambda each: each.tenant)
 
     async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
         kinds: tuple[PointKind, ...] = get_args(PointKind)
         found = await self._run("curve", model_id, after, *kinds)
-        return sorted(map(forms.read_curve_point, found), key=lambda each: each.position)
+        return sorted(map(usages.read_curve_point, found), key=lambda each: each.position)
 
     async def request(self, request_id: str) -> RequestState | None:
-        return forms.read_request(await self._run("request", request_id))
+        return usages.read_request(await self._run("request", request_id))
 
     async def kept_requests(self, tenant: str, scope: str, *, limit: int) -> list[KeptRequest]:
         newest: list[tuple[int, str]] = []  # the numbers and ids of requests
@@ -386,7 +387,7 @@ class RedisStore:
         for start in range(0, len(newest), _READ_AT_ONCE):
             chunk = newest[start : start + _READ_AT_ONCE]
             rows = await self._run("kept_requests", *(request_id for _, request_id in chunk))
-            kept += map(forms.read_kept_request, chunk, rows)
+            kept += map(usages.read_kept_request, chunk, rows)
         return [each for each in kept if each is not None]
 
     async def stats(self) -> StoreStats:
