@@ -420,7 +420,7 @@ async def test_a_search_or_a_bill_shows_only_the_callers_objects(
         assert all(mine.ids["session"] in json.dumps(each) for each in lists)
         for other in (others, NEW):
             assert mine.ids["session"] not in json.dumps(seen[other])
-            assert f'"{name}"' not in json.dumps(seen[other])
+            assert f': "{name}"' not in json.dumps(seen[other])
 
 
 async def test_the_audit_log_shows_nothing_of_others(tenancy: Tenancy, request: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a client is told with its new session: the state of workers, its budget, the disk."""
+"""The messages of a new session: the state of workers, the budget, the disk."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -256,9 +256,13 @@ async def get_session(
     """
     seen = caller.seen(access_scope)
     session = await caller.owned(SessionRecord, session_id, anyones=seen is None)
-    window = {"limit": min(limit, MOST_LISTED), "offset": offset}
-    models = await caller.store.page_of_records(ModelRecord, parent=session.key, **window)
-    samplers = await caller.store.page_of_records(SamplerRecord, parent=session.key, **window)
+    limit = min(limit, MOST_LISTED)
+    models = await caller.store.page_of_records(
+        ModelRecord, parent=session.key, limit=limit, offset=offset
+    )
+    samplers = await caller.store.page_of_records(
+        SamplerRecord, parent=session.key, limit=limit, offset=offset
+    )
     return reply(
         types.SessionResponse(
             training_run_ids=[model.key for model in models.items],

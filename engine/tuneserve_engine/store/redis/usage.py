@@ -36,8 +36,9 @@ def read_kept_request(key: tuple[int, str], row: Sequence[Any]) -> KeptRequest |
         return None
     seq, request_id = key
     _, created, finished = cost
+    began_s = float(created or finished)  # a request that was rejected at once has its end only
     return KeptRequest(
-        *(request_id, JobKind(kind.decode()), seq, state.decode(), float(created)),
+        *(request_id, JobKind(kind.decode()), seq, state.decode(), began_s),
         finished_s=None if finished is None else float(finished),
         failed=category is not None,
         usage=read_usage(*cost),

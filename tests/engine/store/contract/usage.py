@@ -225,6 +225,12 @@ class UsageContract(Contract):
             *(KeptRequest(bench.ids[seq], step, seq, "ready", began_s) for seq in (3, 4)),
             *(KeptRequest(bench.ids[seq], step, seq, "held", began_s) for seq in (6, 10)),
         ]
+        await bench.store.submit(replace(job(5), rejection=Rejection("a bad request")))
+        rejected = (await bench.store.kept_requests("alice", "s:train:0", limit=3))[0]
+        ended_s = began_s + 2
+        assert (rejected.seq, rejected.created_s, rejected.finished_s) == (5, ended_s, ended_s)
+        assert rejected.failed
+        listed = await bench.store.kept_requests("alice", "s:train:0", limit=10)
         for limit in (1, 2, 5):  # the highest numbers, as numbers and not as texts
             found = await bench.store.kept_requests("alice", "s:train:0", limit=limit)
             assert found == listed[-limit:]
