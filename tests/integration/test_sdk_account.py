@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
+from tinker.lib.internal_client_holder import sessionless_holder_cache
 
 from tests.integration.test_sdk_wire import Server, datum, running_server, trainer_of
 from tests.sdk import close_clients, service_client
@@ -68,6 +69,8 @@ def home(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    # The commands of other tests, in this process, had other servers and keys.
+    monkeypatch.setattr(sessionless_holder_cache, "_holders", {})
     return tmp_path
 
 
