@@ -22,6 +22,7 @@ from tuneserve_engine.core.records import (
 from tuneserve_engine.core.usage import CurvePoint, Usage, loss_count
 from tuneserve_engine.store.base import KeptRequest, Store
 from tuneserve_server import request_cost
+from tuneserve_server.commands.common import sampler_key
 
 NAME = "trace.pftrace"
 """The name in a link; no file of a checkpoint has it."""
@@ -46,12 +47,24 @@ async def trace_of(store: Store, session: SessionRecord) -> bytes:
         track.add_curve(await store.curve(model.key))
         kept = await store.page_of_records(CheckpointRecord, parent=model.key)
         track.add_checkpoints(kept.items)
-    samplers = await store.page_of_records(SamplerRecord, parent=session.key, limit=_MOST_TRACKS)
-    for sampler in reversed(samplers.items):
-        track = _Track(len(tracks) + 1, f"sampler {sampler.key} ({sampler.base_model})", session)
-        tracks.append(track)
-        left -= await track.read_requests(store, sampler.key, left)
+    for key, name in await _samplers(store, session):
+        track = _Track(len(tracks) + 1, name, session)
+        if count := await track.read_requests(store, key, left):
+            tracks.append(track)
+            left -= count
     return await asyncio.to_thread(_encoded, session, tracks)
+
+
+async def _samplers(store: Store, session: SessionRecord) -> list[tuple[str, str]]:
+    """Return the keys and names of the sampling sessions that may have requests.
+
+    Their records go when the session ends; their requests stay for a while, under numbers from 0.
+    """
+    if session.ended:
+        keys = [sampler_key(session.key, number) for number in range(_MOST_TRACKS)]
+        return [(key, f"sampler {key}") for key in keys]
+    page = await store.page_of_records(SamplerRecord, parent=session.key, limit=_MOST_TRACKS)
+    return [(each.key, f"sampler {each.key} ({each.base_model})") for each in reversed(page.items)]
 
 
 class _Track:

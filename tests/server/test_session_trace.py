@@ -95,6 +95,23 @@ async def test_requests_losses_and_checkpoints_are_in_the_trace(service: Any, bo
     assert (saved["name"], saved["args"]["path"]) == ("weights/c", path)
 
 
+async def test_samples_stay_in_the_trace_when_their_session_has_ended(
+    service: Any, bodies: Any
+) -> None:
+    session = await service.session()
+    for number in (0, 1):
+        sampler = await service.sampler(session, number)
+        sampled = await service.post("/asample", bodies.asample(sampler, 0))
+        await service.poll(sampled["request_id"])
+    await service.sampler(session, 2)  # without requests, it has no track
+    before, finish = await trace(service, session), {"reason": {"type": "success"}}
+    await service.post(f"/sessions/{session}/finish", finish)
+    after = await trace(service, session)
+    for found in (before, after):
+        begun = [each for each in found["traceEvents"] if "args" in each and each["ph"] == "b"]
+        assert [(each["name"], each["pid"]) for each in begun] == [("sample", 2), ("sample", 3)]
+
+
 async def test_stages_fill_the_time_of_their_request(service: Any) -> None:
     session = await service.session()
     model = await service.model(session)
