@@ -28,6 +28,7 @@ NAME = "trace.pftrace"
 """The name in a link; no file of a checkpoint has it."""
 
 MOST_REQUESTS = 5000  # of a session, the models' first
+MOST_POINTS = 20_000  # of the curves of all its models, the first model's first
 _MOST_TRACKS = 200  # models, and sampling sessions
 _US = 1e6
 
@@ -39,12 +40,15 @@ async def trace_of(store: Store, session: SessionRecord) -> bytes:
     tracks = [_Track(1, f"session {session.key}", session)]
     left = MOST_REQUESTS
     left -= await tracks[0].read_requests(store, session.key, left)
+    points_left = MOST_POINTS
     models = await store.page_of_records(ModelRecord, parent=session.key, limit=_MOST_TRACKS)
     for model in reversed(models.items):
         track = _Track(len(tracks) + 1, f"model {model.key} ({model.base_model})", session)
         tracks.append(track)
         left -= await track.read_requests(store, model.key, left)
-        track.add_curve(await store.curve(model.key))
+        curve = (await store.curve(model.key))[:points_left]
+        points_left -= len(curve)
+        track.add_curve(curve)
         kept = await store.page_of_records(CheckpointRecord, parent=model.key)
         track.add_checkpoints(kept.items)
     for key, name in await _samplers(store, session):

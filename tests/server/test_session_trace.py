@@ -1,5 +1,6 @@
 """A session's timeline: the rules of Chrome's trace format, and the numbers that are in it."""
 
+import contextlib
 from collections import defaultdict
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from tests.server.conftest import Api
 from tests.server.routes.test_listings import save
 from tuneserve_engine.core.records import SessionRecord
 from tuneserve_server import session_trace
+from tuneserve_server.transfer import peft_download
 
 pytestmark = pytest.mark.anyio
 
@@ -156,6 +158,20 @@ async def test_a_trace_has_a_bounded_number_of_requests(
     numbers = [each["args"]["seq_id"] for each in events if each["ph"] == "b" and "args" in each]
     assert numbers == ["0", "4", "5"]  # the creation, and the newest of the model
     assert sum(each["ph"] == "C" and each["name"] == "loss" for each in events) == 5
+    monkeypatch.setattr(session_trace, "MOST_POINTS", 2)
+    events = (await trace(service, session))["traceEvents"]
+    assert sum(each["ph"] == "C" and each["name"] == "loss" for each in events) == 2
+
+
+async def test_a_tenant_downloads_few_traces_at_once(service: Any) -> None:
+    url = await link(service, await service.session())
+    tenant = (await service.get("/usage"))["tenant"]
+    with contextlib.ExitStack() as downloads:
+        for _ in range(peft_download.OF_TENANT):
+            downloads.enter_context(service.services.archives.counted(tenant))
+        answer = await service.http.get(url)
+        assert (answer.status_code, answer.json()["code"]) == (429, "overloaded")
+    assert (await service.http.get(url)).status_code == 200
 
 
 async def test_a_link_is_for_one_session_of_one_tenant(

@@ -73,6 +73,7 @@ async def download(  # noqa: PLR0913 - the parts of the link
     if not hmac.compare_digest(expected.encode(), signature.encode()) or expires < time.time():
         raise LinkInvalid("this download link is not valid or has expired; request a new one")
     if member == session_trace.NAME:
+        sending.enter_context(services.archives.counted(tenant))
         return await _trace(services, file_id, tenant)
     if member == peft_download.NAME:
         sending.enter_context(services.archives.counted(tenant))
