@@ -8,12 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tuneserve_client.wire import run_types, types
+from tuneserve_client.wire import account_types, run_types, types
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import OpenStore
 from tuneserve_engine.telemetry.tracing import Tracer
 from tuneserve_server import errors
+from tuneserve_server.access.audit_log import AuditLog
 from tuneserve_server.access.auth import Authenticator
 from tuneserve_server.access.budgets import Budgets
 from tuneserve_server.access.hosts import AllowedHosts, CheckHost, names_of
@@ -36,6 +37,9 @@ from tuneserve_server.http.tracing import TraceRequests
 from tuneserve_server.openai import routes as openai
 from tuneserve_server.openai import types as openai_types
 from tuneserve_server.routes import (
+    audit,
+    auth,
+    billing,
     checkpoints,
     dashboard,
     dashboard_events,
@@ -47,6 +51,7 @@ from tuneserve_server.routes import (
     models,
     runs,
     sampling,
+    session_search,
     sessions,
     tokenizers,
     training,
@@ -68,12 +73,13 @@ ROUTERS = (
         uploads,
         sampling,
         futures,
+        session_search,
         listings,
         runs,
         usage,
         downloads,
     ),
-    *(tokenizers, dashboard_events),
+    *(tokenizers, dashboard_events, auth, audit, billing),
 )
 PREFIX = "/api/v1"
 AT_ROOT = (metrics, openai, dashboard, documentation)
@@ -167,7 +173,8 @@ class _Api(FastAPI):
     """
 
     def openapi(self) -> dict[str, Any]:
-        bodies = [*requests_of(types), *requests_of(run_types), *requests_of(openai_types)]
+        modules = (types, run_types, account_types, openai_types)
+        bodies = [body for module in modules for body in requests_of(module)]
         return describe(self, bodies)
 
 
@@ -211,4 +218,5 @@ async def _services(
         runs=RunOverview(store, live.stats),
         secret=secret,
         authenticator=authenticator,
+        audit=AuditLog(store),
     )

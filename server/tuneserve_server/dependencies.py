@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import Depends, Request, Security
 from fastapi.responses import JSONResponse
@@ -26,6 +26,7 @@ from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.store.open import OpenStore
 from tuneserve_engine.telemetry import logs
 from tuneserve_server.access import scopes
+from tuneserve_server.access.audit_log import AuditLog
 from tuneserve_server.access.auth import Authenticator
 from tuneserve_server.access.budgets import Budgets
 from tuneserve_server.access.limits import DiskGuard
@@ -56,6 +57,9 @@ R = TypeVar("R", bound=Record)
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
+Access = Literal["owned", "accessible"]
+"""The wanted things of a list: the caller's, or those of all whose things it may see."""
+
 _AWAY_S = 1.0  # the delay of a 503: a client whose poll gets one polls again at once
 _LONGEST_BODY_S = 86_400.0  # never reached: the deadline of the body itself is shorter
 
@@ -84,14 +88,17 @@ class Services:
     runs: RunOverview
     secret: bytes
     authenticator: Authenticator
+    audit: AuditLog
 
 
 @dataclass(frozen=True)
 class Caller(Services):
-    """The services on behalf of one tenant, with the scopes of its key."""
+    """The services on behalf of one tenant, with what ``access.auth.Identity`` says of its key."""
 
     tenant: str
     scopes: frozenset[Scope]
+    key_id: str = ""
+    until_s: float | None = None
 
     def check_store(self) -> None:
         """Raise ``StoreCorrupt`` if the store is damaged, and ``DiskFull`` if its disk is full."""
@@ -113,6 +120,22 @@ class Caller(Services):
                 f"yours: {key[:256]} (your tenant: {self.tenant})"
             )
         return record
+
+    @property
+    def watched(self) -> str | None:
+        """The tenant whose things the caller may see: None, for all, with the admin scope.
+
+        In open mode, where every text names a tenant, no caller has the scope from the operator.
+        """
+        return None if Scope.ADMIN in self.scopes and self.key_id else self.tenant
+
+    def seen(self, access: Access) -> str | None:
+        """Return the tenant whose things a list shows; None is all."""
+        return self.watched if access == "accessible" else self.tenant
+
+    async def record_event(self, event: str, **details: str) -> None:
+        """Store an event of the audit log, which this caller is about to cause."""
+        await self.audit.record_event(self.tenant, event, key_id=self.key_id, **details)
 
     async def open_session(self, key: str) -> SessionRecord:
         """Return the caller's session. Raises ``SessionClosed`` if the session has ended."""
@@ -172,7 +195,7 @@ async def _caller(request: Request, api_key: Annotated[str | None, Security(_API
     request.state.tenant = login.tenant  # the error handlers note failures under it
     route = f"{request.method} {request.scope['route'].path_format}"
     scopes.need(scopes.SCOPES[route], login.scopes)
-    return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
+    return Caller(**vars(services), **vars(login))
 
 
 @asynccontextmanager

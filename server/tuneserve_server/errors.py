@@ -2,6 +2,7 @@
 
 ApiError
 ├── KeyRefused          401  no usable key
+│   └── TokenRefused    401  a token that has expired, or whose key has: exchange the key again
 ├── ScopeMissing        403  the key may not do this
 ├── HostNotAllowed      403  the server does not answer to the name it was called by
 ├── TooManyLogins       429  too many failed logins from one address
@@ -85,6 +86,13 @@ class ApiError(Exception):
 class KeyRefused(ApiError):
     status = 401
     code = "unauthorized"
+
+
+class TokenRefused(KeyRefused):
+    @property
+    def headers(self) -> dict[str, str]:
+        """Tell an SDK to exchange its key for another token (RFC 6750, section 3.1)."""
+        return {"WWW-Authenticate": 'Bearer error="invalid_token"'}
 
 
 class ScopeMissing(ApiError):

@@ -191,9 +191,20 @@ class FuzzClient:
                 "/training_runs/{model_id}/events",
                 {"kind": "note", "step": 3, "data": {"a": [1]}, "event_id": f"e{number % 50}"},
             ),
+            ("POST", "/sessions/search", self._search(number)),
+            ("PUT", "/sessions/{session_id}/project", {"project_id": f"p{number % 9}"}),
             ("POST", "/v1/completions", self._completion(number)),
             ("POST", "/v1/chat/completions", self._chat(number)),
         ]
+
+    def _search(self, number: int) -> Any:
+        cursor = {"last_created_at": "2026-11-29T12:00:00Z", "last_session_id": self.session}
+        finished = {"type": "client_finished", "reasons": ["success"]}
+        named = {"session_id": self.session, "display_name": "a", "project_ids": ["p1"]}
+        owner = {"type": "user", "owner_urns": [self.key]}
+        limits = {"limit": 20, "cursor": cursor} if number % 2 else {"limit": 200}
+        statuses = [{"type": "active"}, finished]
+        return {**named, "owner": owner, "user_metadata": {}, "statuses": statuses, **limits}
 
     def _completion(self, number: int) -> Any:
         drawn = {"max_tokens": 2, "n": 2, "stop": ["a"], "seed": 3, "logprobs": 1, "user": "me"}
@@ -273,7 +284,7 @@ class FuzzClient:
 
 
 # One weight per template. Templates that write files to a disk are rarer.
-_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3, 4, 4]
+_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3, 3, 3, 4, 4]
 
 
 def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:

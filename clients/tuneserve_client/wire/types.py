@@ -36,6 +36,14 @@ class CreateSessionRequest(Request):
 
 class CreateSessionResponse(Response):
     session_id: str
+    info_message: str | None = Field(
+        default=None, description="Base models whose workers still compile ahead."
+    )
+    warning_message: str | None = Field(
+        default=None,
+        description="Reasons for which requests may wait or fail: no worker, programs that cannot "
+        "be compiled, a budget or a disk that is nearly used up.",
+    )
 
 
 class SessionHeartbeatRequest(Request):

@@ -63,6 +63,7 @@ class ModelRecord:
     diverged: bool = False  # a replay gave another result than the one that the client has
     user_metadata: dict[str, str] = field(default_factory=dict)
     ended: str | None = None  # the reason for which its session has ended
+    project_id: str | None = None  # its session's, which may be forgotten before the model
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,18 @@ class TenantRecord:
     device_s_a_day: float | None = None
 
 
+@dataclass(frozen=True)
+class AuditRecord:
+    """An event of the audit log: what was done to the things of a tenant, and by which key."""
+
+    key: str
+    tenant: str
+    parent: str  # the day in UTC, as 2026-11-29
+    event: str  # <resource>_<action>
+    created_s: float
+    details: dict[str, str] = field(default_factory=dict)
+
+
 Record = (
     SessionRecord
     | ModelRecord
@@ -191,6 +204,7 @@ Record = (
     | ProcessRecord
     | KeyRecord
     | TenantRecord
+    | AuditRecord
 )
 RECORD_TYPES: dict[str, type[Record]] = {
     "session": SessionRecord,
@@ -202,6 +216,7 @@ RECORD_TYPES: dict[str, type[Record]] = {
     "process": ProcessRecord,
     "key": KeyRecord,
     "tenant": TenantRecord,
+    "audit": AuditRecord,
 }
 RECORD_NAME: dict[type, str] = {record_type: name for name, record_type in RECORD_TYPES.items()}
 

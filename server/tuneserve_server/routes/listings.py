@@ -21,8 +21,9 @@ from tuneserve_engine.core.records import (
     SessionRecord,
     Update,
 )
+from tuneserve_server import projects
 from tuneserve_server.commands import common as commands
-from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, reply
+from tuneserve_server.dependencies import Access, Caller, CallerDep, SentJsonDep, reply
 from tuneserve_server.errors import (
     BadRequest,
     CheckpointDamaged,
@@ -31,6 +32,7 @@ from tuneserve_server.errors import (
     UnknownResource,
 )
 from tuneserve_server.http.openapi import fails, takes
+from tuneserve_server.projects import FilterDep
 from tuneserve_server.routes.downloads import signed_url
 from tuneserve_server.transfer import peft_download
 
@@ -101,13 +103,14 @@ async def list_model_checkpoints(request: Request, model_id: str, caller: Caller
 
 @router.get("/checkpoints", response_model=types.CheckpointsResponse)
 async def list_checkpoints(
-    request: Request, caller: CallerDep, limit: Limit = 100, offset: Offset = 0
+    request: Request, caller: CallerDep, wanted: FilterDep, limit: Limit = 100, offset: Offset = 0
 ) -> Response:
-    """List the caller's checkpoints of all models, newest first."""
+    """List the caller's checkpoints of all models, newest first.
+
+    With the `access_scope` `accessible`, an admin key lists those of all tenants.
+    """
     limit = min(limit, MOST_LISTED)
-    page = await caller.store.page_of_records(
-        CheckpointRecord, tenant=caller.tenant, limit=limit, offset=offset
-    )
+    page = await projects.page_of(caller, CheckpointRecord, wanted, limit=limit, offset=offset)
     return reply(
         types.CheckpointsResponse(
             checkpoints=[checkpoint_body(c) for c in _known_to(request, live(page.items))],
@@ -124,6 +127,7 @@ async def _addressed(caller: Caller, model_id: str, kind: str, name: str) -> Che
 async def delete_checkpoint(model_id: str, kind: str, name: str, caller: CallerDep) -> Response:
     """Delete the checkpoint; its file is deleted once nothing uses it."""
     checkpoint = await _addressed(caller, model_id, kind, name)
+    await caller.record_event("checkpoint_delete", tinker_path=checkpoint.key)
     await caller.store.delete_record(CheckpointRecord, checkpoint.key)
     return JSONResponse({})
 
@@ -140,6 +144,10 @@ async def set_ttl(
     checkpoint = await _addressed(caller, model_id, kind, name)
     request = await sent.parsed(types.TtlRequest)
     expires_s = commands.checked_ttl(request.ttl_seconds, time.time())
+    expires_at = "" if expires_s is None else _time(expires_s).isoformat()
+    await caller.record_event(
+        "checkpoint_ttl_set", tinker_path=checkpoint.key, expires_at=expires_at
+    )
     await caller.store.update_record(Update("checkpoint", checkpoint.key, {"expires_s": expires_s}))
     return JSONResponse({})
 
@@ -152,6 +160,8 @@ async def publish(
     """Mark the checkpoint public or not. Other tenants gain no access to it on this server."""
     checkpoint = await _addressed(caller, model_id, kind, name)
     public = request.method == "POST"
+    event = "checkpoint_publish" if public else "checkpoint_unpublish"
+    await caller.record_event(event, tinker_path=checkpoint.key)
     await caller.store.update_record(Update("checkpoint", checkpoint.key, {"public": public}))
     return JSONResponse({})
 
@@ -170,6 +180,7 @@ async def external_weights_urls(
         raise UserError(
             f"{checkpoint.key} is not an export; call save_weights_external and download its result"
         )
+    await _record_download(caller, checkpoint)
     sign, expires_s = _links(request, caller, checkpoint)
     urls = {member: sign(member) for member in await caller.archives.members(checkpoint.file_id)}
     return reply(types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires_s)))
@@ -198,8 +209,13 @@ async def archive(
         )
     with caller.archives.counted(caller.tenant):
         await caller.archives.opened(checkpoint.file_id, checkpoint.key)
+    await _record_download(caller, checkpoint)
     sign, expires_s = _links(request, caller, checkpoint)
     return reply(types.ArchiveUrlResponse(url=sign(peft_download.NAME), expires=_time(expires_s)))
+
+
+async def _record_download(caller: Caller, checkpoint: CheckpointRecord) -> None:
+    await caller.record_event("checkpoint_read", tinker_path=checkpoint.key, purpose="download")
 
 
 def _links(
@@ -212,11 +228,15 @@ def _links(
 
 
 @router.get("/sessions", response_model=types.SessionsResponse)
-async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
-    """List the caller's sessions, newest first."""
-    page = await caller.store.page_of_records(
-        SessionRecord, tenant=caller.tenant, limit=min(limit, MOST_LISTED), offset=offset
-    )
+async def list_sessions(
+    caller: CallerDep, wanted: FilterDep, limit: Limit = 20, offset: Offset = 0
+) -> Response:
+    """List the caller's sessions, newest first.
+
+    With the `access_scope` `accessible`, an admin key lists those of all tenants.
+    """
+    limit = min(limit, MOST_LISTED)
+    page = await projects.page_of(caller, SessionRecord, wanted, limit=limit, offset=offset)
     return reply(types.SessionsResponse(sessions=[session.key for session in page.items]))
 
 
@@ -224,19 +244,24 @@ async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0
     "/sessions/{session_id}", response_model=types.SessionResponse, responses=fails(UnknownResource)
 )
 async def get_session(
-    session_id: str, caller: CallerDep, limit: Limit = MOST_LISTED, offset: Offset = 0
+    session_id: str,
+    caller: CallerDep,
+    access_scope: Access = "owned",
+    limit: Limit = MOST_LISTED,
+    offset: Offset = 0,
 ) -> Response:
     """Return a session's models and sampling sessions, each newest first.
 
     Returns up to 1,000 of each, starting at ``offset``.
     """
-    session = await caller.owned(SessionRecord, session_id)
-    window = {"limit": min(limit, MOST_LISTED), "offset": offset}
+    seen = caller.seen(access_scope)
+    session = await caller.owned(SessionRecord, session_id, anyones=seen is None)
+    limit = min(limit, MOST_LISTED)
     models = await caller.store.page_of_records(
-        ModelRecord, tenant=caller.tenant, parent=session.key, **window
+        ModelRecord, parent=session.key, limit=limit, offset=offset
     )
     samplers = await caller.store.page_of_records(
-        SamplerRecord, tenant=caller.tenant, parent=session.key, **window
+        SamplerRecord, parent=session.key, limit=limit, offset=offset
     )
     return reply(
         types.SessionResponse(

@@ -82,6 +82,7 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
         size_bytes=kept.size,
         expires_s=expires_s,
     )
+    await caller.record_event("checkpoint_import", tinker_path=checkpoint.key)
     stored = await caller.store.put_new_record(checkpoint)
     if stored.file_id != kept.file_id:  # the same import came twice at once
         await asyncio.to_thread(caller.files.delete, kept.file_id)

@@ -90,7 +90,7 @@ class Archives:
         if own >= OF_TENANT or all_of_them >= MOST:
             limit = f"{own} of yours (limit {OF_TENANT}) and {all_of_them} in all (limit {MOST})"
             raise TooManyRequests(
-                f"too many checkpoints are being downloaded: {limit}; try again when one has ended",
+                f"too many downloads are running: {limit}; try again when one has ended",
                 _RETRY_S,
             )
         self._of_tenant[tenant] += 1
