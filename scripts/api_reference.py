@@ -44,8 +44,12 @@ SECTIONS = {
         "save_weights_external",
         "load_weights",
         "weights_info",
+        "copy_weights",
         "checkpoints",
         "files",
+        "external_weights_upload_start",
+        "external_weights_upload_finish",
+        "uploads",
     ),
     "Sampling": (
         "create_sampling_session",

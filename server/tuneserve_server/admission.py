@@ -7,7 +7,7 @@ reason through its future.
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import (
@@ -22,7 +22,7 @@ from tuneserve_engine.core.jobs import (
     SaveWeights,
     encode,
 )
-from tuneserve_engine.core.records import ModelRecord, Record
+from tuneserve_engine.core.records import ModelRecord, Record, SamplerRecord
 from tuneserve_engine.store import refusals
 from tuneserve_engine.telemetry import logs
 from tuneserve_server.dependencies import Caller
@@ -67,10 +67,22 @@ async def submit_command(
         command = await build()
     except UserError as error:
         return await submit_rejection(caller, place, error)
-    saves = None
+    saves, session = None, None
     if isinstance(command, SaveWeights) and (record := command.checkpoint or command.sampler):
         saves = Saves(record.key, record.size_bytes)
-    return await submit_job(caller, place, encode(command), saves=saves)
+        session = _inflight_session(command)
+    return await submit_job(
+        *(caller, place, encode(command), *filter(None, [session])), saves=saves
+    )
+
+
+def _inflight_session(save: SaveWeights) -> SamplerRecord | None:
+    """Return the sampling session of an inflight save; its client gets it with the result."""
+    target = save.sampler
+    if target is None or not save.session_key:
+        return None
+    unheld = replace(target, file_id=None, size_bytes=0, used_s=0.0)
+    return replace(unheld, key=save.session_key, target=target.key)
 
 
 async def submit_job(

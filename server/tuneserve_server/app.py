@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tuneserve_client.wire import run_types, types
+from tuneserve_client.wire import checkpoint_types, run_types, types
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import OpenStore
@@ -36,11 +36,14 @@ from tuneserve_server.http.tracing import TraceRequests
 from tuneserve_server.openai import routes as openai
 from tuneserve_server.openai import types as openai_types
 from tuneserve_server.routes import (
+    checkpoint_search,
     checkpoints,
+    copies,
     dashboard,
     dashboard_events,
     documentation,
     downloads,
+    external_uploads,
     futures,
     listings,
     metrics,
@@ -66,6 +69,9 @@ ROUTERS = (
         training,
         checkpoints,
         uploads,
+        external_uploads,
+        copies,
+        checkpoint_search,
         sampling,
         futures,
         listings,
@@ -167,8 +173,8 @@ class _Api(FastAPI):
     """
 
     def openapi(self) -> dict[str, Any]:
-        bodies = [*requests_of(types), *requests_of(run_types), *requests_of(openai_types)]
-        return describe(self, bodies)
+        modules = (types, run_types, checkpoint_types, openai_types)
+        return describe(self, [each for module in modules for each in requests_of(module)])
 
 
 async def _services(

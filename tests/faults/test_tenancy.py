@@ -14,6 +14,7 @@ import pytest
 
 from tests.faults import asgi
 from tests.server.conftest import Api, asample
+from tests.server.routes.test_external_uploads import sent
 from tuneserve_engine.core.records import KeyRecord, Scope
 from tuneserve_server.access import auth
 from tuneserve_server.routes import downloads
@@ -70,6 +71,10 @@ NAMING: dict[str, list[Call]] = {
             {"session_id": "@my_session", "model_seq_id": NUMBER, "path": "@path", **LOAD},
         ),
     ],
+    "POST /external_weights_upload_finish": [
+        ("/external_weights_upload_finish", {"upload_id": "@upload"}),
+    ],
+    "POST /copy_weights": [("/copy_weights", {"source_path": "@path"})],
     "POST /weights_info": [("/weights_info", {"tinker_path": "@path"})],
     "POST /create_sampling_session": [
         (
@@ -148,10 +153,14 @@ NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
     *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz", "GET /metrics"),
     *("GET /tokenizer", "POST /checkpoints/import", "GET /", "GET /page", "GET /page/{name}"),
-    *("GET /docs", "GET /docs/{name}"),
+    *("GET /docs", "GET /docs/{name}", "POST /external_weights_upload_start"),
 }
 WATCHING = {"GET /live", "GET /live/runs", "GET /live/runs/{model_id}"}
-BY_LINK = {"GET /files/{file_id}/{member}"}
+BY_LINK = {"GET /files/{file_id}/{member}", "PUT /uploads/{upload_id}/{member}"}
+SEARCHING = {"POST /checkpoints/search"}
+
+OPAQUE = ("request", "sampled", "upload")
+"""The ids that do not contain a session's."""
 
 
 @dataclass
@@ -188,6 +197,7 @@ class Objects:
             "path": f"tinker://{model}/weights/a",
             "request": saved[0]["request_id"],
             "sampled": sampled["request_id"],
+            "upload": await sent(api, key=key),
         }
         return cls(key, ids)
 
@@ -196,12 +206,12 @@ class Objects:
         fake = self.ids["session"][:-4] + "zzzz"
         yield {
             **{name: id_.replace(self.ids["session"], fake) for name, id_ in self.ids.items()},
-            **{name: self.ids[name][:-4] + "zzzz" for name in ("request", "sampled")},
+            **{name: self.ids[name][:-4] + "zzzz" for name in OPAQUE},
         }
         yield {
             **{name: id_.replace(":0", ":9") for name, id_ in self.ids.items()},
             "session": fake,
-            **{name: self.ids[name][::-1] for name in ("request", "sampled")},
+            **{name: self.ids[name][::-1] for name in OPAQUE},
         }
 
 
@@ -310,7 +320,7 @@ async def holdings(api: Api, owner: Objects) -> list[Any]:
 
 async def test_every_route_is_known_to_name_an_object_or_none(service: Api) -> None:
     known = [*NAMING, *LISTING, *LISTING_WITH_BASES, *SUMMING, *NAMING_NOTHING, *BY_LINK]
-    known += WATCHING
+    known += [*WATCHING, *SEARCHING]
     assert len(known) == len(set(known))
     assert operations(service) == set(known)
 
@@ -354,6 +364,16 @@ async def test_lists_show_only_the_callers_objects(tenancy: Tenancy) -> None:
         for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
             assert mine.ids["session"] in json.dumps(listed[mine.key])
             assert mine.ids["session"] not in json.dumps(listed[others])
+
+
+async def test_searches_find_only_the_callers_objects(tenancy: Tenancy) -> None:
+    for operation in SEARCHING:
+        path = operation.split()[1]
+        found = {key: await tenancy.api.post(path, {}, key=key) for key in (OWNER, OTHER, NEW)}
+        assert next(iter(found[NEW].values())) == []
+        for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
+            assert mine.ids["session"] in json.dumps(found[mine.key])
+            assert mine.ids["session"] not in json.dumps(found[others])
 
 
 async def test_sums_cover_only_the_callers_usage(tenancy: Tenancy) -> None:
@@ -476,6 +496,7 @@ async def test_no_path_parameter_leads_to_a_file(tenancy: Tenancy, tmp_path: Pat
         "kind": "weights",
         "name": "a",
         "file_id": "0" * 32,
+        "upload_id": "upload-" + "0" * 32,
         "member": "adapter_config.json",
     }
     before = everything(tmp_path)
