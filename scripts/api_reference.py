@@ -98,7 +98,11 @@ SAID = {
     "sampler_id": "8c2f1a:sample:0",
     "sampling_session_id": "8c2f1a:sample:0",
     "session_id": "8c2f1a",
+    "source_path": "tinker://8c2f1a:train:0/weights/first",
     "tinker_path": "tinker://8c2f1a:train:0/weights/first",
+    "CopyWeightsResponse.tinker_path": "tinker://copy-5e0f4c/weights/first",
+    "UploadFinishResponse.tinker_path": "tinker://upload-5e0f4c/external_weights/uploaded",
+    "upload_id": "upload-5e0f4c",
     "role": "user",
     "tokens": [5, 6, 7],
 }

@@ -67,22 +67,23 @@ async def submit_command(
         command = await build()
     except UserError as error:
         return await submit_rejection(caller, place, error)
-    saves, session = None, None
+    saves, sessions = None, list[SamplerRecord]()
     if isinstance(command, SaveWeights) and (record := command.checkpoint or command.sampler):
         saves = Saves(record.key, record.size_bytes)
-        session = _inflight_session(command)
-    return await submit_job(
-        *(caller, place, encode(command), *filter(None, [session])), saves=saves
-    )
+        sessions = _inflight_sessions(command)
+    return await submit_job(caller, place, encode(command), *sessions, saves=saves)
 
 
-def _inflight_session(save: SaveWeights) -> SamplerRecord | None:
-    """Return the sampling session of an inflight save; its client gets it with the result."""
+def _inflight_sessions(save: SaveWeights) -> list[SamplerRecord]:
+    """Return the sampling session of an inflight save; other saves have none before they end.
+
+    The client learns of it with the result.
+    """
     target = save.sampler
     if target is None or not save.session_key:
-        return None
+        return []
     unheld = replace(target, file_id=None, size_bytes=0, used_s=0.0)
-    return replace(unheld, key=save.session_key, target=target.key)
+    return [replace(unheld, key=save.session_key, target=target.key)]
 
 
 async def submit_job(

@@ -121,7 +121,7 @@ class Caller(Services):
             raise self._unknown(CheckpointRecord, path)
         return checkpoint
 
-    def _unknown(self, record_type: type[Record], key: str) -> UnknownResource:
+    def _unknown(self, record_type: type[R], key: str) -> UnknownResource:
         return UnknownResource(
             f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not "
             f"yours: {key[:256]} (your tenant: {self.tenant})"
