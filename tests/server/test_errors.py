@@ -181,6 +181,7 @@ async def test_another_tenants_objects_look_absent_on_every_route(
             {"session_id": "@session", "model_seq_id": 3, "path": "x", "optimizer": True},
         ),
         ("POST", "/weights_info", {"tinker_path": "tinker://@model/weights/a"}),
+        ("POST", "/copy_weights", {"source_path": "tinker://@model/weights/a"}),
         (
             "POST",
             "/create_sampling_session",
