@@ -90,18 +90,17 @@ async def test_an_uploaded_adapter_is_listed_as_an_external_checkpoint(service: 
     assert (info["lora_rank"], info["train_mlp"], info["train_attn"]) == (2, True, False)
 
 
-@pytest.mark.parametrize("optimizer", [False, True])
-async def test_training_goes_on_from_its_weights_with_a_fresh_optimizer(
-    service: Any, optimizer: bool
-) -> None:
+async def test_training_goes_on_from_its_weights_with_a_fresh_optimizer(service: Any) -> None:
     path = await uploaded(service)
     session = await service.session()
-    load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": optimizer}
-    loaded = await service.result(await service.post("/load_weights", load))
-    output = await service.output(await service.forward_backward(loaded["model_id"], 1))
     # By hand: scale 3/2, and for each of 2 layers and 2 ranks the sums of 4 As and of 4 Bs.
     shift = 1.5 * 2 * 2 * (4 * A) * (4 * B)
-    assert output.metrics["loss:sum"] == pytest.approx((1 + 3) / 8 + (1 + 5) / 8 - 2 * shift)
+    for number, optimizer in enumerate((False, True)):
+        load = {"session_id": session, "model_seq_id": number, "path": path}
+        answer = await service.post("/load_weights", {**load, "optimizer": optimizer})
+        model = (await service.result(answer))["model_id"]
+        output = await service.output(await service.forward_backward(model, 1))
+        assert output.metrics["loss:sum"] == pytest.approx((1 + 3) / 8 + (1 + 5) / 8 - 2 * shift)
 
 
 async def test_its_weights_are_sampled_from(service: Any) -> None:
@@ -159,63 +158,53 @@ async def test_a_file_that_was_refused_is_sent_again(service: Any) -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
+async def test_an_upload_that_cannot_be_used_is_not_started(service: Any) -> None:
+    for fields, words in (
         ({"base_model": "no/such"}, "'no/such' is not served here"),
+        ({"base_model": "tuneserve/fake:peft:65"}, "asks for a context of 65 tokens"),
         ({"lora_config": {"rank": 33}}, "lora_config.rank is 33; this server takes 1 to 32"),
         ({"lora_config": {"rank": 0}}, "lora_config.rank is 0"),
-    ],
-)
-async def test_an_upload_that_cannot_be_used_is_not_started(
-    service: Any, fields: Any, words: str
-) -> None:
-    path = "/external_weights_upload_start"
-    answer = await service.call("POST", path, json={**START, **fields})
-    assert words in refusal(answer, 400)
+    ):
+        path = "/external_weights_upload_start"
+        answer = await service.call("POST", path, json={**START, **fields})
+        assert words in refusal(answer, 400)
 
 
 NAN = {**TENSORS, f"{MODULES[0]}.lora_B.weight": np.full((WIDTH, 2), np.nan, np.float32)}
 NARROW = {name: each[..., :-1] for name, each in TENSORS.items() if "lora_A" in name}
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({CONFIG: FILES[CONFIG]}, "adapter_model.safetensors has not arrived"),
-        ({WEIGHTS: FILES[WEIGHTS]}, "adapter_config.json has not arrived"),
-        ({**FILES, WEIGHTS: safetensors.numpy.save(NAN)}, "must be finite"),
-        (
-            {**FILES, WEIGHTS: safetensors.numpy.save({**TENSORS, **NARROW})},
-            f"is [2, {WIDTH - 1}]; with rank 2",
-        ),
-        ({**FILES, WEIGHTS: FILES[WEIGHTS][:-4]}, "no whole safetensors file"),
-        ({**FILES, CONFIG: json.dumps({**SETTINGS, "use_dora": True}).encode()}, "DoRA"),
-    ],
+FAULTY = (
+    ({CONFIG: FILES[CONFIG]}, "adapter_model.safetensors has not arrived"),
+    ({WEIGHTS: FILES[WEIGHTS]}, "adapter_config.json has not arrived"),
+    ({**FILES, WEIGHTS: safetensors.numpy.save(NAN)}, "must be finite"),
+    (
+        {**FILES, WEIGHTS: safetensors.numpy.save({**TENSORS, **NARROW})},
+        f"is [2, {WIDTH - 1}]; with rank 2",
+    ),
+    ({**FILES, WEIGHTS: FILES[WEIGHTS][:-4]}, "no whole safetensors file"),
+    ({**FILES, CONFIG: json.dumps({**SETTINGS, "use_dora": True}).encode()}, "DoRA"),
 )
-async def test_faulty_files_make_no_checkpoint(
-    service: Any, files: dict[str, bytes], words: str
-) -> None:
-    upload_id = await sent(service, files)
-    assert words in refusal(await finish(service, upload_id), 400)
-    assert (await service.get("/checkpoints"))["checkpoints"] == []
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"rank": 4}, "the adapter has rank 2, and the upload was started with lora_config.rank 4"),
+async def test_faulty_files_make_no_checkpoint(service: Any) -> None:
+    for number, (files, words) in enumerate(FAULTY):
+        tenant = {"key": f"tml-{number}"}
+        upload_id = await sent(service, files, **tenant)
+        assert words in refusal(await finish(service, upload_id, **tenant), 400)
+        assert (await service.get("/checkpoints", **tenant))["checkpoints"] == []
+
+
+async def test_an_adapter_other_than_the_announced_one_is_refused(service: Any) -> None:
+    for config, words in (
+        ({"rank": 4}, "has rank 2, and the upload was started with lora_config.rank 4"),
         ({"rank": 2, "train_mlp": False}, "start another upload with train_mlp true"),
-    ],
-)
-async def test_an_adapter_other_than_the_announced_one_is_refused(
-    service: Any, config: Any, words: str
-) -> None:
-    path = "/external_weights_upload_start"
-    upload = await service.post(path, {**START, "lora_config": config})
-    for name, data in FILES.items():
-        await put(service, upload["urls"][name], data)
-    assert words in refusal(await finish(service, upload["upload_id"]), 400)
+    ):
+        path = "/external_weights_upload_start"
+        upload = await service.post(path, {**START, "lora_config": config})
+        for name, data in FILES.items():
+            await put(service, upload["urls"][name], data)
+        assert words in refusal(await finish(service, upload["upload_id"]), 400)
 
 
 async def test_a_tenant_has_at_most_four_unfinished_uploads(service: Any) -> None:
