@@ -124,8 +124,10 @@ async def put_file(  # noqa: PLR0913 - the parts of the link
     except BaseException:
         await asyncio.to_thread(services.files.delete, file_id)
         raise
+    # The clean-up would spare a young file, and files that are replaced again and again count
+    # against no limit.
+    await asyncio.to_thread(services.files.delete, part.file_id if is_kept else file_id)
     if not is_kept:
-        await asyncio.to_thread(services.files.delete, file_id)
         raise LinkInvalid(_GONE)
     return reply(wire.UploadedFile(size_bytes=size))
 
@@ -143,13 +145,26 @@ async def finish_upload(caller: CallerDep, sent: SentJsonDep) -> Response:
     refused, it can be sent again by its link.
     """
     upload_id = (await sent.parsed(wire.UploadFinishRequest)).upload_id
-    key = _path(upload_id)
-    known = await caller.store.get_record(CheckpointRecord, key)
-    if known is not None and known.tenant == caller.tenant:
-        return reply(wire.UploadFinishResponse(tinker_path=key))
+    try:
+        if not await _is_finished(caller, upload_id):
+            await _finish(caller, upload_id)
+    except (UserError, UnknownResource):
+        # The first of two such requests may just have ended, and have deleted the files.
+        if not await _is_finished(caller, upload_id):
+            raise
+    return reply(wire.UploadFinishResponse(tinker_path=_path(upload_id)))
+
+
+async def _is_finished(caller: Caller, upload_id: str) -> bool:
+    known = await caller.store.get_record(CheckpointRecord, _path(upload_id))
+    return known is not None and known.tenant == caller.tenant
+
+
+async def _finish(caller: Caller, upload_id: str) -> None:
     parts = await upload_parts.parts_of(caller.store, caller.tenant, upload_id)
     parts.check_whole()
     caller.check_store()
+    key = _path(upload_id)
     kept = await _checked_and_stored(caller, key, parts)
     stored = await caller.store.put_new_record(
         CheckpointRecord(
@@ -167,10 +182,12 @@ async def finish_upload(caller: CallerDep, sent: SentJsonDep) -> Response:
             project_id=parts.config.project_id,
         )
     )
+    superfluous = [parts.config.file_id, parts.weights.file_id]
     if stored.file_id != kept.file_id:  # the same upload was finished twice at once
-        await asyncio.to_thread(caller.files.delete, kept.file_id)
+        superfluous.append(kept.file_id)
     await upload_parts.forget(caller.store, parts)
-    return reply(wire.UploadFinishResponse(tinker_path=key))
+    for file_id in superfluous:
+        await asyncio.to_thread(caller.files.delete, file_id)
 
 
 async def _announced(caller: Caller, base_model: str, asked: LoraConfig) -> AdapterConfig:

@@ -121,7 +121,7 @@ async def keep(store: Store, part: CheckpointRecord, file_id: str, size: int) ->
 
 
 async def forget(store: Store, parts: UploadParts) -> None:
-    """Delete the parts; the clean-up deletes their files."""
+    """Delete the parts, but not their files."""
     for each in (parts.config, parts.weights):
         await store.delete_record(CheckpointRecord, each.key)
 

@@ -1,5 +1,6 @@
 """Uploads by signed links: what becomes of the files, which are refused, and what is left."""
 
+import asyncio
 import json
 import time
 from datetime import datetime
@@ -150,9 +151,17 @@ async def test_a_file_that_was_refused_is_sent_again(service: Any) -> None:
     await put(service, upload["urls"][WEIGHTS], FILES[WEIGHTS])
     assert "peft_type" in refusal(await finish(service, upload["upload_id"]), 400)
     await put(service, upload["urls"][CONFIG], FILES[CONFIG])
+    assert len(left(service)) == 2, "the replaced file is deleted at once"
     assert (await finish(service, upload["upload_id"])).status_code == 200
-    await service.services.unused.clean(older_than_s=0)
     assert len(left(service)) == 1, "only the checkpoint's file is left"
+
+
+async def test_an_upload_that_is_finished_twice_at_once_makes_one_checkpoint(service: Any) -> None:
+    upload = await sent(service)
+    answers = await asyncio.gather(*(finish(service, upload) for _ in range(2)))
+    assert [each.status_code for each in answers] == [200, 200]
+    assert answers[0].json() == answers[1].json()
+    assert len((await service.get("/checkpoints"))["checkpoints"]) == len(left(service)) == 1
 
 
 # --- refusals -------------------------------------------------------------------------------------
