@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tuneserve_client.wire import account_types, run_types, types
+from tuneserve_client.wire import account_types, checkpoint_types, run_types, types
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import OpenStore
@@ -40,11 +40,14 @@ from tuneserve_server.routes import (
     audit,
     auth,
     billing,
+    checkpoint_search,
     checkpoints,
+    copies,
     dashboard,
     dashboard_events,
     documentation,
     downloads,
+    external_uploads,
     futures,
     listings,
     metrics,
@@ -71,6 +74,9 @@ ROUTERS = (
         training,
         checkpoints,
         uploads,
+        external_uploads,
+        copies,
+        checkpoint_search,
         sampling,
         futures,
         session_search,
@@ -173,9 +179,8 @@ class _Api(FastAPI):
     """
 
     def openapi(self) -> dict[str, Any]:
-        modules = (types, run_types, account_types, openai_types)
-        bodies = [body for module in modules for body in requests_of(module)]
-        return describe(self, bodies)
+        modules = (types, run_types, account_types, checkpoint_types, openai_types)
+        return describe(self, [each for module in modules for each in requests_of(module)])
 
 
 async def _services(

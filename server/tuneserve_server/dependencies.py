@@ -90,6 +90,12 @@ class Services:
     authenticator: Authenticator
     audit: AuditLog
 
+    def check_store(self) -> None:
+        """Raise ``StoreCorrupt`` if the store is damaged, and ``DiskFull`` if its disk is full."""
+        if self.store.soundness.state == "damaged":
+            raise StoreCorrupt
+        self.disk.check()
+
 
 @dataclass(frozen=True)
 class Caller(Services):
@@ -100,12 +106,6 @@ class Caller(Services):
     key_id: str = ""
     until_s: float | None = None
 
-    def check_store(self) -> None:
-        """Raise ``StoreCorrupt`` if the store is damaged, and ``DiskFull`` if its disk is full."""
-        if self.store.soundness.state == "damaged":
-            raise StoreCorrupt
-        self.disk.check()
-
     async def owned(self, record_type: type[R], key: str, *, anyones: bool = False) -> R:
         """Return the caller's record, or that of any tenant with ``anyones``.
 
@@ -115,10 +115,7 @@ class Caller(Services):
         record = await self.store.get_record(record_type, key)
         expired = isinstance(record, CheckpointRecord) and record.has_expired(time.time())
         if record is None or expired or not (anyones or record.tenant == self.tenant):
-            raise UnknownResource(
-                f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not "
-                f"yours: {key[:256]} (your tenant: {self.tenant})"
-            )
+            raise self._unknown(record_type, key)
         return record
 
     @property
@@ -137,6 +134,22 @@ class Caller(Services):
         """Store an event of the audit log, which this caller is about to cause."""
         await self.audit.record_event(self.tenant, event, key_id=self.key_id, **details)
 
+    async def readable(self, path: str) -> CheckpointRecord:
+        """Return a checkpoint of the caller, or one that its owner has published.
+
+        Raises ``UnknownResource`` as ``owned`` does. Use ``owned`` to change a checkpoint.
+        """
+        checkpoint = await self.owned(CheckpointRecord, path, anyones=True)
+        if checkpoint.tenant != self.tenant and not checkpoint.public:
+            raise self._unknown(CheckpointRecord, path)
+        return checkpoint
+
+    def _unknown(self, record_type: type[R], key: str) -> UnknownResource:
+        return UnknownResource(
+            f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not "
+            f"yours: {key[:256]} (your tenant: {self.tenant})"
+        )
+
     async def open_session(self, key: str) -> SessionRecord:
         """Return the caller's session. Raises ``SessionClosed`` if the session has ended."""
         session = await self.owned(SessionRecord, key)
@@ -147,6 +160,25 @@ class Caller(Services):
             )
         return session
 
+    async def weights_of(self, sampler: SamplerRecord) -> SamplerRecord:
+        """Return the record with the weights that the sampling session samples now, noted as used.
+
+        It is the session itself or, for an inflight session, the newest inflight save of its model.
+        Raises ``UnknownResource`` if that was deleted.
+        """
+        weights = sampler
+        if sampler.target:
+            found = await self.store.get_record(SamplerRecord, sampler.target)
+            if found is None:
+                raise UnknownResource(
+                    "the inflight weights of this sampling session were deleted, because newer "
+                    "saves needed their room while they were not in use; save the model again"
+                )
+            weights = found
+        if weights.model_id:
+            await self.last_seen.record_sign("sampler", weights.key)
+        return weights
+
     async def sampler(self, key: str) -> SamplerRecord:
         """Return the caller's sampling session.
 
@@ -154,7 +186,10 @@ class Caller(Services):
         else ``UnknownResource``.
         """
         try:
-            return await self.owned(SamplerRecord, key)
+            found = await self.owned(SamplerRecord, key)
+            if found.is_target:
+                raise self._unknown(SamplerRecord, key)
+            return found
         except UnknownResource:
             session = await self.store.get_record(SessionRecord, key.rpartition(":sample:")[0])
             if session is not None and session.tenant == self.tenant:

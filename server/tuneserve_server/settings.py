@@ -301,7 +301,8 @@ class ApiSettings(CommonSettings):
         "are dropped. With Redis, they take its memory.",
     )
     download_ttl_s: NonNegativeInt = Field(
-        default=900, description="Time in seconds for which a signed download link works."
+        default=900,
+        description="Time in seconds for which a signed link works, for a download or an upload.",
     )
 
     @field_validator("tenant_budgets", mode="before")

@@ -13,6 +13,7 @@ from typing import Any
 from tests.faults import asgi
 from tests.faults.mutations import CANARY, NAMES, compressed, mutated_json, mutated_message
 from tests.server.conftest import Api
+from tests.server.routes.test_external_uploads import START
 from tuneserve_client.wire.proto import wire_pb2 as wire
 
 PREFIX = "/api/v1"
@@ -125,6 +126,7 @@ class FuzzClient:
     sampler: str
     checkpoint: str
     done: str
+    upload: str = ""  # a finished one
     seq: int = 2  # of the model's next request
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -193,6 +195,10 @@ class FuzzClient:
             ),
             ("POST", "/sessions/search", self._search(number)),
             ("PUT", "/sessions/{session_id}/project", {"project_id": f"p{number % 9}"}),
+            ("POST", "/external_weights_upload_start", {**START, "destination_project_id": "p"}),
+            ("POST", "/external_weights_upload_finish", {"upload_id": self.upload}),
+            ("POST", "/copy_weights", {"source_path": self.checkpoint, "ttl_seconds": 3600}),
+            ("POST", "/checkpoints/search", self._checkpoint_search()),
             ("POST", "/v1/completions", self._completion(number)),
             ("POST", "/v1/chat/completions", self._chat(number)),
         ]
@@ -205,6 +211,12 @@ class FuzzClient:
         limits = {"limit": 20, "cursor": cursor} if number % 2 else {"limit": 200}
         statuses = [{"type": "active"}, finished]
         return {**named, "owner": owner, "user_metadata": {}, "statuses": statuses, **limits}
+
+    def _checkpoint_search(self) -> Any:
+        place = {"last_created_at": "2026-11-06T00:00:00Z", "last_checkpoint_uuid": "a"}
+        chosen = {"project_ids": ["p"], "base_models": ["tuneserve/fake"], "limit": 3}
+        owner = {"type": "user", "owner_urns": ["a"]}
+        return {**chosen, "user_metadata": {"a": "b"}, "owner": owner, "cursor": place}
 
     def _completion(self, number: int) -> Any:
         drawn = {"max_tokens": 2, "n": 2, "stop": ["a"], "seed": 3, "logprobs": 1, "user": "me"}
@@ -284,7 +296,38 @@ class FuzzClient:
 
 
 # One weight per template. Templates that write files to a disk are rarer.
-_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3, 3, 3, 4, 4]
+_WEIGHTS = [
+    10,
+    5,
+    5,
+    2,
+    8,
+    5,
+    12,
+    2,
+    2,
+    2,
+    8,
+    2,
+    5,
+    8,
+    15,
+    5,
+    8,
+    5,
+    5,
+    5,
+    3,
+    3,
+    3,
+    3,
+    2,
+    3,
+    2,
+    4,
+    4,
+    4,
+]
 
 
 def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.faults import asgi
 from tests.server.conftest import Api, asample
+from tests.server.routes.test_external_uploads import sent
 from tuneserve_engine.core.records import KeyRecord, Scope
 from tuneserve_server.access import auth
 from tuneserve_server.routes import downloads
@@ -71,6 +72,10 @@ NAMING: dict[str, list[Call]] = {
             {"session_id": "@my_session", "model_seq_id": NUMBER, "path": "@path", **LOAD},
         ),
     ],
+    "POST /external_weights_upload_finish": [
+        ("/external_weights_upload_finish", {"upload_id": "@upload"}),
+    ],
+    "POST /copy_weights": [("/copy_weights", {"source_path": "@path"})],
     "POST /weights_info": [("/weights_info", {"tinker_path": "@path"})],
     "POST /create_sampling_session": [
         (
@@ -155,14 +160,17 @@ NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
     *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz", "GET /metrics"),
     *("GET /tokenizer", "POST /checkpoints/import", "GET /", "GET /page", "GET /page/{name}"),
-    *("GET /docs", "GET /docs/{name}"),
+    *("GET /docs", "GET /docs/{name}", "POST /external_weights_upload_start"),
     *("POST /auth/token", "GET /auth/apikey/me", "DELETE /auth/apikey/me"),
 }
 WATCHING = {"GET /live", "GET /live/runs", "GET /live/runs/{model_id}"}
 BILLING = {"GET /billing/usage/events", "GET /billing/usage/checkpoints/current"}
-SEARCHING = {"POST /sessions/search"}
+SEARCHING = {"POST /sessions/search", "POST /checkpoints/search"}
 FOR_ADMINS = {"GET /audit"}
-BY_LINK = {"GET /files/{file_id}/{member}"}
+BY_LINK = {"GET /files/{file_id}/{member}", "PUT /uploads/{upload_id}/{member}"}
+
+OPAQUE = ("request", "sampled", "upload")
+"""The ids that do not contain a session's."""
 
 
 @dataclass
@@ -199,6 +207,7 @@ class Objects:
             "path": f"tinker://{model}/weights/a",
             "request": saved[0]["request_id"],
             "sampled": sampled["request_id"],
+            "upload": await sent(api, key=key),
         }
         return cls(key, ids)
 
@@ -207,12 +216,12 @@ class Objects:
         fake = self.ids["session"][:-4] + "zzzz"
         yield {
             **{name: id_.replace(self.ids["session"], fake) for name, id_ in self.ids.items()},
-            **{name: self.ids[name][:-4] + "zzzz" for name in ("request", "sampled")},
+            **{name: self.ids[name][:-4] + "zzzz" for name in OPAQUE},
         }
         yield {
             **{name: id_.replace(":0", ":9") for name, id_ in self.ids.items()},
             "session": fake,
-            **{name: self.ids[name][::-1] for name in ("request", "sampled")},
+            **{name: self.ids[name][::-1] for name in OPAQUE},
         }
 
 
@@ -365,6 +374,16 @@ async def test_lists_show_only_the_callers_objects(tenancy: Tenancy) -> None:
         for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
             assert mine.ids["session"] in json.dumps(listed[mine.key])
             assert mine.ids["session"] not in json.dumps(listed[others])
+
+
+async def test_searches_find_only_the_callers_objects(tenancy: Tenancy) -> None:
+    for operation in SEARCHING:
+        path = operation.split()[1]
+        found = {key: await tenancy.api.post(path, {}, key=key) for key in (OWNER, OTHER, NEW)}
+        assert next(iter(found[NEW].values())) == []
+        for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
+            assert mine.ids["session"] in json.dumps(found[mine.key])
+            assert mine.ids["session"] not in json.dumps(found[others])
 
 
 async def test_sums_cover_only_the_callers_usage(tenancy: Tenancy) -> None:
@@ -537,6 +556,7 @@ async def test_no_path_parameter_leads_to_a_file(tenancy: Tenancy, tmp_path: Pat
         "kind": "weights",
         "name": "a",
         "file_id": "0" * 32,
+        "upload_id": "upload-" + "0" * 32,
         "member": "adapter_config.json",
     }
     before = everything(tmp_path)

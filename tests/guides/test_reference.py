@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tuneserve_client.wire import account_types, run_types, types
+from tuneserve_client.wire import account_types, checkpoint_types, run_types, types
 from tuneserve_server.openai import types as openai_types
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,8 @@ def examples() -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "body"), list(examples()))
 def test_every_example_is_a_valid_body_of_its_route(name: str, body: Any) -> None:
-    known = {**vars(types), **vars(run_types), **vars(account_types), **vars(openai_types)}[name]
+    modules = (types, run_types, account_types, checkpoint_types, openai_types)
+    known = {key: value for module in modules for key, value in vars(module).items()}[name]
     assert known.model_validate(body).model_fields_set == body.keys()
 
 

@@ -356,11 +356,15 @@ class LoadWeightsForm(Request):
     session_id: Any = None
 
 
+_TOKEN = "Opens nothing here: this server issues no tokens. A published path needs none."
+
+
 class LoadIntoRequest(ModelKey):
     """A ``load_weights`` into an existing model."""
 
     path: str
     optimizer: bool
+    weights_access_token: str | None = Field(default=None, max_length=4096, description=_TOKEN)
 
 
 class LoadNewRequest(SessionKey):
@@ -371,6 +375,7 @@ class LoadNewRequest(SessionKey):
     base_model: str | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = Field(default=None, max_length=4096, description=_TOKEN)
 
 
 class WeightsInfoRequest(Request):
@@ -496,6 +501,7 @@ class CheckpointResponse(Response):
     checkpoint_type: Literal["training", "sampler", "external"]
     time: datetime
     tinker_path: str
+    base_model: str | None = None
     size_bytes: int | None = None
     public: bool = False
     user_metadata: dict[str, str] | None = None

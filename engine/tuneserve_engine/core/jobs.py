@@ -158,7 +158,8 @@ class SaveWeights:
     """A save to the file ``file_id``.
 
     ``checkpoint`` is the record that names the file, ``sampler`` the sampling session of an unnamed
-    sampler save; either becomes visible when the file is in place.
+    sampler save; either becomes visible when the file is in place. ``session_key`` is the sampling
+    session of an inflight save, whose ``sampler`` is the target that such sessions share.
     """
 
     kind: CheckpointKind
@@ -167,6 +168,7 @@ class SaveWeights:
     sampler: SamplerRecord | None = None
     overwrite: bool = False
     age_recipients: tuple[str, ...] = ()
+    session_key: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ class Scope(StrEnum):
     ADMIN = "admin"  # look at every tenant's work, and change nothing
 
 
+INFLIGHT = ":inflight"
+"""The end of the key of the record that a model's inflight sampling sessions share."""
+
+
 class CheckpointKind(StrEnum):
     """The middle part of a ``tinker://`` path."""
 
@@ -81,7 +85,11 @@ class RunEventRecord:
 
 @dataclass(frozen=True)
 class SamplerRecord:
-    """A sampling session; ``file_id`` None samples the base model."""
+    """A sampling session; ``file_id`` None samples the base model.
+
+    The inflight sampling sessions of a model have no weights of their own. They share those of the
+    record that ``target`` names, which each inflight save of the model replaces.
+    """
 
     key: str  # <session>:sample:<n>
     tenant: str
@@ -94,11 +102,17 @@ class SamplerRecord:
     model_id: str = ""  # the saved model, if this is an unnamed save
     size_bytes: int = 0  # of its file
     used_s: float = 0.0  # when a client last sampled from it, or polled for a sample
+    target: str = ""  # the record with the weights, if they are inflight
 
     @property
     def is_save(self) -> bool:
         """Whether this is an unnamed save: it owns the weights, which count as a checkpoint."""
         return self.file_id is not None and self.model_path is None
+
+    @property
+    def is_target(self) -> bool:
+        """Whether this is no session, but the weights that inflight sessions share."""
+        return self.key.endswith(INFLIGHT)
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,13 @@ class CheckpointRecord:
     public: bool = False
     expires_s: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
+    uploaded: bool = False  # an external checkpoint that was uploaded: a LoRA adapter in our format
+    project_id: str | None = None  # of a checkpoint without a model; others have their session's
+
+    @property
+    def is_export(self) -> bool:
+        """Whether the checkpoint's files are for download only."""
+        return self.kind is CheckpointKind.EXTERNAL and not self.uploaded
 
     def has_expired(self, now_s: float) -> bool:
         """Return whether the checkpoint counts as deleted, even if no sweep has removed it yet."""

@@ -61,6 +61,12 @@ def takes_archive() -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {TAR: {"schema": BINARY["schema"]}}}}
 
 
+def takes_file() -> dict[str, Any]:
+    """Return the ``openapi_extra`` of a route that reads a file of any type."""
+    content = {"application/octet-stream": {"schema": BINARY["schema"]}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def fails(*kinds: type[errors.ApiError], body: type[BaseModel] = types.Failure) -> Declared:
     """Return the ``responses`` of a route that may answer with these errors."""
     declared: Declared = {}

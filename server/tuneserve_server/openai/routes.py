@@ -24,12 +24,12 @@ from starlette.types import Receive, Scope, Send
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import JobKind, SampleCommand, encode
-from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord
+from tuneserve_engine.core.records import CheckpointRecord
 from tuneserve_engine.store.pubsub import Subscription, TokenEvents
 from tuneserve_server.admission import JobKey, submit_job
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.base_models import is_same
-from tuneserve_server.commands import common as commands
+from tuneserve_server.commands import chosen
 from tuneserve_server.dependencies import Caller, CallerDep, incoming
 from tuneserve_server.errors import (
     BadRequest,
@@ -247,9 +247,7 @@ async def _target(caller: Caller, asked: str) -> _Target:
             name = await caller.served.resolve(checkpoint.base_model)
         elif _SAMPLER.fullmatch(asked):
             sampler = await caller.sampler(asked)
-            if sampler.model_id:
-                await caller.last_seen.record_sign("sampler", sampler.key)
-            file_id = sampler.file_id
+            file_id = (await caller.weights_of(sampler)).file_id
             name = await caller.served.resolve(sampler.base_model)
         else:
             name = await caller.served.resolve(asked)
@@ -269,7 +267,7 @@ async def _checkpoint(caller: Caller, asked: str) -> CheckpointRecord:
     Raises ``UnknownResource``, and ``UserError`` for another base model than the checkpoint's.
     """
     base, _, path = asked.rpartition(";")
-    checkpoint = await commands.sampled_checkpoint(caller, path)
+    checkpoint = await chosen.sampled_checkpoint(caller, path)
     if base and not is_same(base, checkpoint.base_model):
         raise UserError(
             f"{path} is a checkpoint of {checkpoint.base_model!r}, not of {base[:256]!r}; put the "
@@ -364,7 +362,7 @@ async def list_models(caller: CallerDep) -> Response:
     entries += [
         _checkpoint_entry(each)
         for each in page.items
-        if each.kind is not CheckpointKind.EXTERNAL and not each.has_expired(now_s)
+        if not each.is_export and not each.has_expired(now_s)
     ]
     return JSONResponse(ModelList(data=entries).model_dump())
 

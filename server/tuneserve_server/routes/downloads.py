@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import FileResponse
 
 from tuneserve_engine.adapters import export_files
+from tuneserve_engine.adapters.checkpoint_format import MEMBER
 from tuneserve_engine.adapters.tensor_file import Damaged
 from tuneserve_engine.core.records import SessionRecord
 from tuneserve_server import session_trace
@@ -81,6 +82,14 @@ async def download(  # noqa: PLR0913 - the parts of the link
         size = {"Content-Length": str(archive.size)}
         return peft_download.ArchiveResponse(services.archives.sent(archive), headers=size)
     folder, members = await services.archives.located(file_id)
+    if member in peft_download.CONVERTED and MEMBER in members:
+        sending.enter_context(services.archives.counted(tenant))
+        converted = await services.archives.converted(file_id, member)
+        return peft_download.ArchiveResponse(
+            services.archives.sent(converted),
+            headers={"Content-Length": str(converted.size)},
+            media_type="application/octet-stream",
+        )
     if member not in members:
         raise UnknownResource("the file is gone: its checkpoint was deleted or has expired")
     if "range" not in request.headers:  # a resumed download was checked when it began

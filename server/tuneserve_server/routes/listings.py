@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -39,7 +39,7 @@ from tuneserve_server.transfer import peft_download
 router = APIRouter()
 
 MOST_LISTED = 1000
-_TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
+CHECKPOINT_TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
     CheckpointKind.TRAINING: "training",
     CheckpointKind.SAMPLER: "sampler",
     CheckpointKind.EXTERNAL: "external",
@@ -57,9 +57,10 @@ def _time(unix_s: float) -> datetime:
 def checkpoint_body(checkpoint: CheckpointRecord) -> types.CheckpointResponse:
     return types.CheckpointResponse(
         checkpoint_id=f"{checkpoint.kind.value}/{checkpoint.name}",
-        checkpoint_type=_TYPES[checkpoint.kind],
+        checkpoint_type=CHECKPOINT_TYPES[checkpoint.kind],
         time=_time(checkpoint.created_s),
         tinker_path=checkpoint.key,
+        base_model=checkpoint.base_model,
         size_bytes=checkpoint.size_bytes,
         public=checkpoint.public,
         user_metadata=checkpoint.user_metadata,
@@ -91,7 +92,7 @@ def _known_to(request: Request, checkpoints: list[CheckpointRecord]) -> list[Che
     responses=fails(UnknownResource),
 )
 async def list_model_checkpoints(request: Request, model_id: str, caller: CallerDep) -> Response:
-    """List a model's checkpoints, newest first, or the checkpoint of an import."""
+    """List a model's checkpoints, newest first, or that of an import, an upload or a copy."""
     page = await caller.store.page_of_records(
         CheckpointRecord, tenant=caller.tenant, parent=model_id
     )
@@ -121,6 +122,10 @@ async def list_checkpoints(
 
 async def _addressed(caller: Caller, model_id: str, kind: str, name: str) -> CheckpointRecord:
     return await caller.owned(CheckpointRecord, f"tinker://{model_id}/{kind}/{name}")
+
+
+async def _readable(caller: Caller, model_id: str, kind: str, name: str) -> CheckpointRecord:
+    return await caller.readable(f"tinker://{model_id}/{kind}/{name}")
 
 
 @router.delete(_CHECKPOINT, responses=fails(UnknownResource))
@@ -157,7 +162,11 @@ async def set_ttl(
 async def publish(
     request: Request, model_id: str, kind: str, name: str, caller: CallerDep
 ) -> Response:
-    """Mark the checkpoint public or not. Other tenants gain no access to it on this server."""
+    """Publish the checkpoint, or end that. Only its owner can.
+
+    Any tenant of the server that knows the path of a published checkpoint can load, sample, copy
+    and download it. None can change or delete it, or see its run.
+    """
     checkpoint = await _addressed(caller, model_id, kind, name)
     public = request.method == "POST"
     event = "checkpoint_publish" if public else "checkpoint_unpublish"
@@ -175,14 +184,17 @@ async def external_weights_urls(
     request: Request, model_id: str, kind: str, name: str, caller: CallerDep
 ) -> Response:
     """Return signed links to the files; anyone with a link can download until it expires."""
-    checkpoint = await _addressed(caller, model_id, kind, name)
+    checkpoint = await _readable(caller, model_id, kind, name)
     if checkpoint.kind is not CheckpointKind.EXTERNAL:
         raise UserError(
             f"{checkpoint.key} is not an export; call save_weights_external and download its result"
         )
     await _record_download(caller, checkpoint)
     sign, expires_s = _links(request, caller, checkpoint)
-    urls = {member: sign(member) for member in await caller.archives.members(checkpoint.file_id)}
+    members: Collection[str] = peft_download.CONVERTED
+    if checkpoint.is_export:
+        members = await caller.archives.members(checkpoint.file_id)
+    urls = {member: sign(member) for member in members}
     return reply(types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires_s)))
 
 
@@ -199,7 +211,7 @@ async def archive(
     Anyone with the link can download until it expires. The whole checkpoint is read and checked
     before the answer.
     """
-    checkpoint = await _addressed(caller, model_id, kind, name)
+    checkpoint = await _readable(caller, model_id, kind, name)
     made_of = checkpoint.config.kind
     if kinds.kind_of(checkpoint.config).needs_decomposition:
         raise ExportNeeded(
@@ -266,7 +278,7 @@ async def get_session(
     return reply(
         types.SessionResponse(
             training_run_ids=[model.key for model in models.items],
-            sampler_ids=[sampler.key for sampler in samplers.items],
+            sampler_ids=[each.key for each in samplers.items if not each.is_target],
             user_metadata=session.user_metadata,
             display_name=session.display_name,
         )

@@ -33,12 +33,15 @@ async def test_each_change_of_a_checkpoint_is_an_event_with_its_key(
     await service.ok("POST", f"{url}/publish", key=key)
     await service.ok("DELETE", f"{url}/publish", key=key)
     await service.ok("GET", f"{url}/archive", key=key)
+    await service.ok("POST", "/copy_weights", {"source_path": path}, key=key)
     await service.ok("DELETE", url, key=key)
     listed = await entries(service, "?event_type=checkpoints", key=admin)
     assert [each.event for each in reversed(listed)] == [
         *("checkpoint_ttl_set", "checkpoint_publish", "checkpoint_unpublish", "checkpoint_read"),
-        "checkpoint_delete",
+        *("checkpoint_copy", "checkpoint_delete"),
     ]
+    copied = listed.pop(1)
+    assert copied.event_details["source"] == path
     for each in listed:
         assert each.event_details["tenant"] == "alice"
         assert each.event_details["key_id"] == key.split("-")[1]
@@ -46,7 +49,7 @@ async def test_each_change_of_a_checkpoint_is_an_event_with_its_key(
     assert [each.purpose for each in listed] == [None, "download", None, None, None]
     # A refused call is no event.
     assert (await service.call("DELETE", url, key=key)).status_code == 404
-    assert len(await entries(service, "?event_type=checkpoints", key=admin)) == 5
+    assert len(await entries(service, "?event_type=checkpoints", key=admin)) == 6
 
 
 async def test_keys_and_tenants_are_events_of_the_organization(
