@@ -40,7 +40,7 @@ class UploadedFile(Response):
     size_bytes: int
 
 
-class SearchOwner(Request):
+class CheckpointSearchOwner(Request):
     """The owner of the searched checkpoints.
 
     A tenant can search its own checkpoints only, so `own` and `accessible` mean the same, and
@@ -66,7 +66,7 @@ class CheckpointSearchRequest(Request):
     project_ids: _Names | None = Field(default=None, max_length=200)
     user_metadata: Metadata = Field(default={}, description="Entries that must all be equal.")
     checkpoint_type: Literal["training", "sampler", "external"] | None = None
-    owner: SearchOwner = SearchOwner()
+    owner: CheckpointSearchOwner = CheckpointSearchOwner()
     base_models: _Names | None = Field(
         default=None, max_length=200, description="An empty list finds nothing."
     )

@@ -63,7 +63,7 @@ async def test_entries_are_set_and_removed_and_the_others_stay(service: Any) -> 
     ("metadata", "says"),
     [
         ({"adapter": "osft"}, "the entry adapter of a run cannot be changed"),
-        ({"outcome": "great"}, "'great'; it must be finished, stopped or diverged"),
+        ({"outcome": "great"}, "'great'; it must be finished, stopped, diverged or failed"),
         ({"notes": "x" * 70_000}, "the limit is 65536"),
     ],
 )
