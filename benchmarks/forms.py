@@ -55,7 +55,7 @@ def train(engine: Bare, tokenizer: Tokenizer, steps: int) -> None:
     choose, end = random.Random(0), engine.backend.info.eos_token_ids[0]
     engine.create("trained", CONFIG)
     for step in range(steps):
-        texts = [tokenizer.encode(PROMPT + answer(choose)).ids + [end] for _ in range(32)]
+        texts = [[*tokenizer.encode(PROMPT + answer(choose)).ids, end] for _ in range(32)]
         data = training_data([np.array(each, np.int32) for each in texts])
         (loss,) = engine.step([("trained", data)])
         if step % 20 == 0:

@@ -29,7 +29,7 @@ def _limits() -> "LLParserLimits":
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
+        initial_lexer_fuel=200_000,
         step_lexer_fuel=100_000,
         step_max_items=20_000,
         max_lexer_states=20_000,
@@ -157,10 +157,10 @@ class GrammarCompiler:
         # The first mask computes most of what the others need.
         if not matcher.is_error():
             matcher.compute_bitmask()
+        if "NoExtension" in matcher.get_error():
+            raise _refused(grammar, "no text has this form")
         if matcher.is_error():
             raise _refused(grammar, _reason(matcher.get_error()))
-        if matcher.is_stopped() and not matcher.is_accepting():
-            raise _refused(grammar, "no text has this form")
         return CompiledGrammar(matcher, self._eos)
 
     def _load_tokenizer(self) -> "LLTokenizer":

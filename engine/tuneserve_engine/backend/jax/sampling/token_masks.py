@@ -87,7 +87,7 @@ class SlotMasks:
 
 def allowed(words: _AnyArray, vocab: int) -> Bool[Array, "B V"]:
     """Return which tokens the masks allow."""
-    bits = jnp.asarray(words)[:, :, None] >> jnp.arange(_BITS, dtype=jnp.int32)
+    bits = jnp.asarray(words)[:, :, None] >> jnp.arange(_BITS, dtype=jnp.int32)[None, None]
     return (bits & 1).reshape(len(words), -1)[:, :vocab] == 1
 
 

@@ -143,8 +143,9 @@ def test_a_neighbour_without_a_grammar_still_gets_several_steps_at_once(
     monkeypatch.setattr(sampler._programs, "decode", counted)
     free = request(4, num_samples=3, max_tokens=40)
     sampler.sample([free, formed("(q_){12}", seed=5)])
-    assert min(calls) >= 3
-    assert steps_of(sampler, free) == 40
+    while_four = calls[: 40 // 4]
+    assert min(while_four) >= 3
+    assert calls[-1] < 3, "alone, the form gets few"
 
 
 def test_a_text_that_is_not_whole_ends_at_its_length(sampler: JaxSampler) -> None:

