@@ -142,10 +142,7 @@ class JaxBackend:
         if trains:
             self._trainer.declare()
         self._sampler = JaxSampler(
-            self.programs,
-            model,
-            self.static_shapes,
-            tokenizer_of(folder),
+            *(self.programs, model, self.static_shapes, tokenizer_of(folder)),
             slots=sample_rows,
             pages=kv_pages,
             snapshot_bytes=room.snapshot_bytes,

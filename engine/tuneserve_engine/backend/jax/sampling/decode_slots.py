@@ -61,7 +61,7 @@ class DecodeSlots:
         rows.top_k[slot] = request.top_k
         rows.top_p[slot] = request.top_p
         self._edits.start(slot, request)
-        self._masks.start(slot, sequence.grammar and sequence.grammar.begin())
+        self._masks.start(slot, None if sequence.grammar is None else sequence.grammar.begin())
         self._pace[slot] = STEPS_PER_DISPATCH
         self._state.tokens[slot] = request.prompt[-1]
         self._state.positions[slot] = sequence.context

@@ -343,7 +343,7 @@ def _decode(
         logits = model.logits(hidden, unembed)[:, 0]
         drawable = edited(logits, slots.edits, step, recent)
         tokens = draw(drawable, step + number, slots.rows)
-        masks = slots.masks._replace(asked=slots.masks.asked & (number == 0))
+        masks = slots.masks._replace(asked=jnp.asarray(slots.masks.asked) & (number == 0))
         tokens = redrawn(tokens, drawable, step + number, slots.rows, masks)
         logprobs = drawn_logprobs(logits, temperature, tokens)
         chosen = _if(slots.top, lambda: _top(logits, temperature))
