@@ -20,7 +20,7 @@ from results import machine, publish, table
 from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
 from tokenizers import Tokenizer
 
-from tuneserve_engine.backend.base import SamplingRequest
+from tuneserve_engine.backend.base import SampleResult, SamplingRequest
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.hub import resolve_base_model
@@ -64,20 +64,29 @@ def train(engine: Bare, tokenizer: Tokenizer, steps: int) -> None:
     engine.backend.load_snapshot("trained", engine.backend.exported(state))
 
 
-def sampling(
-    engine: Bare, requests: list[SamplingRequest], counted: Callable[[SamplingRequest], bool]
-) -> Callable[[], int]:
-    """Return a turn that samples the requests; its work is the tokens of those counted."""
+def sampling(engine: Bare, request: SamplingRequest) -> Callable[[], int]:
+    """Return a turn that samples the request."""
 
     def run() -> int:
-        asked = [replace(each, seed=next(SEEDS)) for each in requests]
-        results = engine.backend.sample(asked)
-        return sum(
-            len(drawn.tokens)
-            for request, result in zip(asked, results, strict=True)
-            for drawn in result.sequences
-            if counted(request)
-        )
+        (result,) = engine.backend.sample([replace(request, seed=next(SEEDS))])
+        return sum(len(drawn.tokens) for drawn in result.sequences)
+
+    return run
+
+
+def beside(engine: Bare, free: SamplingRequest, other: SamplingRequest) -> Callable[[], int]:
+    """Return a turn that samples the first request until it ends, while the other one runs."""
+
+    def run() -> int:
+        asked = {"free": free, "other": other}
+        asked = {name: replace(each, seed=next(SEEDS)) for name, each in asked.items()}
+        while True:
+            finished = engine.backend.sample_until(asked, lambda: True).finished
+            if "free" in finished:
+                result = finished["free"]
+                assert isinstance(result, SampleResult)
+                return sum(len(drawn.tokens) for drawn in result.sequences)
+            asked = {name: each for name, each in asked.items() if name not in finished}
 
     return run
 
@@ -91,20 +100,14 @@ def measure(folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
     ends = frozenset(engine.backend.info.eos_token_ids)
     rows = []
     for snapshot, name in (("trained", "trained on the form"), (None, "never trained on it")):
-        free = SamplingRequest(prompt, snapshot, 0, 16, NEW, stop_tokens=ends)
+        free = SamplingRequest(prompt, snapshot, 0, 32, NEW, stop_tokens=ends)
         formed = replace(free, grammar=FORM)
-        anything = replace(free, num_samples=8, stop_tokens=frozenset())
+        long = replace(free, num_samples=4, stop_tokens=frozenset())
         contenders = {
-            "free": sampling(engine, [free], lambda _: True),
-            "form": sampling(engine, [formed], lambda _: True),
-            "free, beside free": sampling(
-                engine, [replace(anything, num_samples=4)] * 2, lambda _: True
-            ),
-            "free, beside a form": sampling(
-                engine,
-                [replace(anything, num_samples=4), replace(formed, num_samples=4)],
-                lambda each: True,
-            ),
+            "free": sampling(engine, free),
+            "form": sampling(engine, formed),
+            "free beside free": beside(engine, long, replace(long, num_samples=40)),
+            "free beside forms": beside(engine, long, replace(formed, num_samples=40)),
         }
         paces = take_turns(contenders, rounds=rounds)
         rows.append(
@@ -113,6 +116,9 @@ def measure(folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
                 **{each: pace.median for each, pace in paces.items()},
                 "form / free": ratio(paces["form"], paces["free"]),
                 "form / free, CPU time": cpu_ratio(paces["form"], paces["free"]),
+                "beside forms / beside free": ratio(
+                    paces["free beside forms"], paces["free beside free"]
+                ),
             }
         )
     return rows

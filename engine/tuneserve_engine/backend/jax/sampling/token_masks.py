@@ -106,8 +106,13 @@ def redrawn(
     def checked() -> Array:
         may = allowed(masks.words, logits.shape[1])
         is_allowed = jnp.take_along_axis(may, drawn[:, None], axis=1)[:, 0]
-        others = draw(jnp.where(may, logits, -jnp.inf), step, rows, stream=REDRAWS)
-        return jnp.where(is_allowed, drawn, others)
+
+        def again() -> Array:
+            others = draw(jnp.where(may, logits, -jnp.inf), step, rows, stream=REDRAWS)
+            return jnp.where(is_allowed, drawn, others)
+
+        kept: Array = jax.lax.cond(jnp.all(is_allowed), lambda: drawn, again)
+        return kept
 
     with jax.named_scope("token_masks"):
         chosen: Array = jax.lax.cond(jnp.asarray(masks.asked), checked, lambda: drawn)
