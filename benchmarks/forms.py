@@ -39,6 +39,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORM = Grammar("json_schema", json.dumps(SCHEMA))
+UNLIKE = Grammar("regex", "[a-z]{1000}")
+"""A form that takes hardly anything that either model draws: the worst neighbour."""
 PROMPT, NEW = "Answer in JSON: ", 200
 SEEDS = count(1)
 
@@ -103,11 +105,12 @@ def measure(folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
         free = SamplingRequest(prompt, snapshot, 0, 32, NEW, stop_tokens=ends)
         formed = replace(free, grammar=FORM)
         long = replace(free, num_samples=4, stop_tokens=frozenset())
+        unlike = replace(long, grammar=UNLIKE)
         contenders = {
             "free": sampling(engine, free),
             "form": sampling(engine, formed),
-            "free beside free": beside(engine, long, replace(long, num_samples=40)),
-            "free beside forms": beside(engine, long, replace(formed, num_samples=40)),
+            "free beside free": beside(engine, long, long),
+            "free beside forms": beside(engine, long, unlike),
         }
         paces = take_turns(contenders, rounds=rounds)
         rows.append(
