@@ -342,7 +342,7 @@ class DecodeBatch:
         drawn, steps, counts = Drawn(tokens, logprobs, top), int(state.steps), self._cache.counts
         counts.slot_steps += steps * len(self._sequences)
         for slot, sequence in decoding:
-            counts.tokens += self._slots.take(slot, sequence, drawn, steps)
+            counts.tokens += self._slots.add_tokens(slot, sequence, drawn, steps)
             if sequence.has_ended:
                 self._free(slot)
 

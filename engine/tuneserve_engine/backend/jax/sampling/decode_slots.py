@@ -81,7 +81,7 @@ class DecodeSlots:
             steps=np.int32(round(sum(wanted) / len(wanted))),
         )
 
-    def take(self, slot: int, sequence: DecodedSequence, drawn: Drawn, steps: int) -> int:
+    def add_tokens(self, slot: int, sequence: DecodedSequence, drawn: Drawn, steps: int) -> int:
         """Add the slot's tokens of a dispatch to its sequence; return how many were added.
 
         Tokens after the end are left out, and with a grammar those from the first on that it does
@@ -93,8 +93,8 @@ class DecodeSlots:
         for step, token in enumerate(tokens):
             logprob = float(drawn.logprobs[step, slot])
             try:
-                # Without finite logits nothing can be drawn, and the worker refuses the result.
-                if np.isfinite(logprob) and not self._masks.take(slot, token):
+                # Without numbers no mask has an effect, and the worker refuses the result.
+                if not np.isnan(logprob) and not self._masks.accept_token(slot, token):
                     break
             except UserError as error:
                 sequence.failure = error

@@ -57,7 +57,7 @@ class GrammarMatcher:
         self.matcher = matcher
         self._eos = eos
 
-    def take(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         """Continue with the token; return False, and stay, if the grammar does not allow it.
 
         Raises ``UserError`` if the grammar takes too much work to follow, or leads nowhere.
@@ -81,7 +81,7 @@ def fill_masks(matchers: Mapping[int, GrammarMatcher], words: Any) -> None:
     """Write the mask of what each matcher takes next into its row of ``words`` [B, W].
 
     Rows are filled by several threads. The row of a matcher that fails allows nothing or the end;
-    ``take`` then says why.
+    ``accept_token`` then says why.
     """
     from llguidance.numpy import fill_next_token_bitmask_par
 

@@ -74,10 +74,10 @@ class SlotMasks:
     def has_grammar(self, slot: int) -> bool:
         return slot in self._matchers
 
-    def take(self, slot: int, token: int) -> bool:
+    def accept_token(self, slot: int, token: int) -> bool:
         """Continue the slot's grammar with the token; return False if it is no continuation."""
         matcher = self._matchers.get(slot)
-        return matcher is None or matcher.take(token)
+        return matcher is None or matcher.accept_token(token)
 
     def end(self, slot: int) -> None:
         """Allow the slot every token."""

@@ -53,7 +53,7 @@ def steps_of(sampler: JaxSampler, *asked: SamplingRequest) -> int:
 
 
 @pytest.mark.parametrize("snapshot_id", [None, "rank 4"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1e30])
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 0.7, 1.0, 1e30])
 def test_every_text_has_its_form(
     sampler: JaxSampler, snapshot_id: str | None, temperature: float
 ) -> None:
@@ -89,7 +89,7 @@ def test_logprobs_are_those_of_all_tokens(sampler: JaxSampler) -> None:
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_neighbours_keep_their_bits(sampler: JaxSampler, count: int) -> None:
-    """Those without a grammar, and those with one, whatever runs beside them."""
+    """With and without a grammar, whatever runs beside them."""
     free, mine = list(COMPANY), [formed(seed=7, num_samples=count), formed("[xyz]*", seed=8)]
     alone = [sampler.sample([each])[0] for each in (*free, *mine)]
     for got, want in zip(sampler.sample([*free, *mine]), alone, strict=True):

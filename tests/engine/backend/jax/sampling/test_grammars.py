@@ -47,7 +47,7 @@ def walk(grammar: CompiledGrammar, seed: int, most: int = 3000) -> str:
     matcher, drawn, choose = grammar.begin(), [], random.Random(seed)
     for _ in range(most):
         token = choose.choice(mask(matcher))
-        assert matcher.take(token)
+        assert matcher.accept_token(token)
         if token == END:
             return "".join(CHARACTERS[each] for each in drawn)
         drawn.append(token)
@@ -90,19 +90,19 @@ def test_a_text_is_one_of_the_choices() -> None:
 def test_the_end_is_allowed_exactly_when_the_text_is_whole() -> None:
     matcher = compiler().compiled(Grammar("regex", "ab?c?")).begin()
     assert mask(matcher) == tokens("a")
-    assert not matcher.take(END) and not matcher.take(tokens("b")[0])
-    assert matcher.take(tokens("a")[0])
+    assert not matcher.accept_token(END) and not matcher.accept_token(tokens("b")[0])
+    assert matcher.accept_token(tokens("a")[0])
     assert mask(matcher) == sorted([*tokens("bc"), END])
-    assert matcher.take(tokens("c")[0])
+    assert matcher.accept_token(tokens("c")[0])
     assert mask(matcher) == [END]
-    assert not matcher.take(tokens("c")[0])
-    assert matcher.take(END)
+    assert not matcher.accept_token(tokens("c")[0])
+    assert matcher.accept_token(END)
 
 
 def test_no_special_token_is_part_of_a_text() -> None:
     """Not even of one in which every character may be."""
     matcher = compiler().compiled(schema({"type": "string"})).begin()
-    assert matcher.take(tokens('"')[0])
+    assert matcher.accept_token(tokens('"')[0])
     assert END not in mask(matcher)
     assert set(mask(matcher)) >= set(tokens("abc<{ ".replace("<", "")))
 
@@ -115,17 +115,17 @@ def test_ids_after_those_of_the_tokenizer_are_never_allowed() -> None:
 def test_sequences_of_one_grammar_do_not_disturb_each_other() -> None:
     grammar = compiler().compiled(Grammar("regex", "ab"))
     first, second = grammar.begin(), grammar.begin()
-    assert first.take(tokens("a")[0])
+    assert first.accept_token(tokens("a")[0])
     assert (mask(first), mask(second)) == (tokens("b"), tokens("a"))
 
 
 def test_space_between_parts_is_bounded() -> None:
     """A model that likes spaces would not end."""
     matcher = compiler().compiled(schema({"type": "array"})).begin()
-    assert matcher.take(tokens("[")[0])
+    assert matcher.accept_token(tokens("[")[0])
     (space,) = tokens(" ")
     taken = 0
-    while taken < 100 and matcher.take(space):
+    while taken < 100 and matcher.accept_token(space):
         taken += 1
     assert taken == 32
 
@@ -216,10 +216,10 @@ def test_a_text_that_can_never_end_fails_with_a_reason() -> None:
     endless = {"$defs": {"n": {"$ref": "#/$defs/n"}}, "properties": {"a": {"$ref": "#/$defs/n"}}}
     matcher = compiler().compiled(schema({"type": "object", "required": ["a"], **endless})).begin()
     for token in tokens('{"a":'):
-        assert matcher.take(token)
+        assert matcher.accept_token(token)
     mask(matcher)
     with pytest.raises(UserError, match="cannot go on in the form"):
-        matcher.take(tokens("1")[0])
+        matcher.accept_token(tokens("1")[0])
 
 
 def test_a_grammar_is_compiled_once_in_any_thread_and_so_is_a_failure() -> None:

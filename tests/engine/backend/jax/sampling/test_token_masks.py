@@ -145,7 +145,7 @@ class Counting(GrammarMatcher):
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def take(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         return token == self.token
 
 
@@ -165,7 +165,11 @@ def test_masks_follow_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     slots.start(1, Counting(40))
     assert slots.arrays.asked
     assert [np.flatnonzero(each).size for each in allowed(slots.arrays.words, VOCAB)] == [70, 1, 70]
-    assert (slots.take(0, 5), slots.take(1, 5), slots.take(1, 40)) == (True, False, True)
+    assert (slots.accept_token(0, 5), slots.accept_token(1, 5), slots.accept_token(1, 40)) == (
+        True,
+        False,
+        True,
+    )
     slots.end(1)
     assert slots.arrays is sent[0] and len(sent) == 1
     slots.start(2, Counting(1))
