@@ -50,7 +50,7 @@ def _of_response_format(asked: dict[str, Any]) -> Grammar | None:
 
 def _of_structured_outputs(asked: dict[str, Any]) -> Grammar | None:
     field = "structured_outputs"
-    given = {name: value for name, value in asked.items() if value not in (None, False)}
+    given = {name: each for name, each in asked.items() if each is not None and each is not False}
     if not given:
         return None
     if len(given) > 1 or not given.keys() <= set(_FORMS):

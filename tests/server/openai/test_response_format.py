@@ -98,6 +98,7 @@ def test_structured_outputs_are_those_of_vllm(
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs", "no value of its kind"),
+        ({"structured_outputs": {"json": 0}}, "structured_outputs", "no value of its kind"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "are empty"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "no list of texts"),
         (
