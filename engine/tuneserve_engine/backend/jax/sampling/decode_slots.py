@@ -20,7 +20,7 @@ from tuneserve_engine.backend.jax.sampling.programs import (
 )
 from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence
 from tuneserve_engine.backend.jax.sampling.token_masks import SlotMasks
-from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.errors import EngineError, ServerError
 
 
 class Drawn(NamedTuple):
@@ -96,14 +96,15 @@ class DecodeSlots:
                 # Without numbers no mask has an effect, and the worker refuses the result.
                 if not np.isnan(logprob) and not self._masks.accept_token(slot, token):
                     break
-            except UserError as error:
+            except EngineError as error:
                 sequence.failure = error
                 return taken
             taken += 1
             if sequence.push(token, logprob, _best(drawn.top, step, slot, k)):
                 return taken
         if not taken:
-            raise AssertionError("the mask and the grammar disagree")
+            sequence.failure = ServerError("no token continues the form that was asked for")
+            return taken
         self._edits.extend(slot, int(self._state.step[slot]), drawn.tokens[:taken, slot])
         self._state.tokens[slot] = sequence.tokens[-1]
         self._state.positions[slot] += taken

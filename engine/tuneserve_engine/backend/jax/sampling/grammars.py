@@ -24,57 +24,85 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _MOST_SHOWN = 200
 
 
-def _limits() -> "LLParserLimits":
-    """Return the bounds of a compilation (some 100 ms) and of a mask (some ms)."""
+def _limits(states: int = 20_000) -> "LLParserLimits":
+    """Return the bounds of a compilation (some 100 ms), of a mask (some ms) and of memory.
+
+    A state takes up to 2 kB.
+    """
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         initial_lexer_fuel=200_000,
         step_lexer_fuel=100_000,
         step_max_items=20_000,
-        max_lexer_states=20_000,
+        max_lexer_states=states,
         max_grammar_size=200_000,
         verbose_errors=False,
     )
 
 
 class CompiledGrammar:
-    """A grammar for a base model's tokenizer, which has the ends of sequence ``eos``."""
+    """A grammar for a base model's tokenizer, which has the ends of sequence ``eos``.
 
-    def __init__(self, beginning: "LLMatcher", eos: frozenset[int]) -> None:
-        self._beginning = beginning
-        self._eos = eos
+    ``compile`` returns a matcher at the beginning of the text. Copies of a matcher share what they
+    have found out about words, and the limit on it.
+    """
+
+    def __init__(self, compile: "Callable[[], LLMatcher]", eos: frozenset[int]) -> None:
+        self.compile = compile
+        self.eos = eos
+        self.beginning = compile()
 
     def begin(self) -> "GrammarMatcher":
         """Return a matcher at the beginning of the text."""
-        return GrammarMatcher(self._beginning.deep_copy(), self._eos)
+        return GrammarMatcher(self)
 
 
 class GrammarMatcher:
-    """The place of one sequence in its grammar."""
+    """The place of one sequence in its grammar.
 
-    def __init__(self, matcher: "LLMatcher", eos: frozenset[int]) -> None:
-        self.matcher = matcher
-        self._eos = eos
+    If the sequences of the grammar reach a limit together, each continues alone: none fails because
+    of the others.
+    """
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self.matcher = grammar.beginning.deep_copy()
+        self._grammar = grammar
+        self._accepted: list[int] = []
+        self.is_alone = False
 
     def accept_token(self, token: int) -> bool:
         """Continue with the token; return False, and stay, if the grammar does not allow it.
 
         Raises ``UserError`` if the grammar takes too much work to follow, or leads nowhere.
         """
-        if self.matcher.is_stopped():  # nothing but the end can follow
-            self._check()
-            return token in self._eos
-        is_taken = self.matcher.try_consume_tokens([token]) == 1
-        self._check()
-        return is_taken
-
-    def _check(self) -> None:
+        is_taken = self._consume(token)
+        if self.matcher.is_error():
+            self.continue_alone()
+            is_taken = self._consume(token)
         if self.matcher.is_error():
             raise UserError(
                 f"the answer cannot go on in the form that was asked for: "
                 f"{_reason(self.matcher.get_error())}; ask for a simpler form"
             )
+        if is_taken:
+            self._accepted.append(token)
+        return is_taken
+
+    def continue_alone(self) -> bool:
+        """Share nothing with other sequences from now on; return False if that is so already."""
+        if self.is_alone:
+            return False
+        self.is_alone = True
+        self._grammar.beginning = self._grammar.compile()
+        self.matcher = self._grammar.compile()
+        self.matcher.consume_tokens(self._accepted)
+        return True
+
+    def _consume(self, token: int) -> bool:
+        if self.matcher.is_stopped():  # nothing but the end can follow
+            return token in self._grammar.eos
+        return self.matcher.try_consume_tokens([token]) == 1
 
 
 def fill_masks(matchers: Mapping[int, GrammarMatcher], words: Any) -> None:
@@ -83,12 +111,22 @@ def fill_masks(matchers: Mapping[int, GrammarMatcher], words: Any) -> None:
     Rows are filled by several threads. The row of a matcher that fails allows nothing or the end;
     ``accept_token`` then says why.
     """
+    _fill(matchers, words)
+    broken = {
+        slot: each
+        for slot, each in matchers.items()
+        if each.matcher.is_error() or not words[slot].any()
+    }
+    _fill({slot: each for slot, each in broken.items() if each.continue_alone()}, words)
+
+
+def _fill(matchers: Mapping[int, GrammarMatcher], words: Any) -> None:
     from llguidance.numpy import fill_next_token_bitmask_par
 
     for slot in matchers:
         words[slot] = 0  # ids without a text, after those of the tokenizer
-    pairs = [(each.matcher, slot) for slot, each in matchers.items()]
-    fill_next_token_bitmask_par(_executor(), pairs, words)
+    if pairs := [(each.matcher, slot) for slot, each in matchers.items()]:
+        fill_next_token_bitmask_par(_executor(), pairs, words)
 
 
 @cache
@@ -153,15 +191,21 @@ class GrammarCompiler:
 
         check_grammar(grammar)
         tokenizer = self._load_tokenizer()
-        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_limits())
+        source = _source(grammar)
+
+        def matcher() -> LLMatcher:
+            return LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+
+        found = CompiledGrammar(matcher, self._eos)
         # The first mask computes most of what the others need.
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if "NoExtension" in matcher.get_error():
+        first = found.beginning
+        if not first.is_error():
+            first.compute_bitmask()
+        if "NoExtension" in first.get_error():
             raise _refused(grammar, "no text has this form")
-        if matcher.is_error():
-            raise _refused(grammar, _reason(matcher.get_error()))
-        return CompiledGrammar(matcher, self._eos)
+        if first.is_error():
+            raise _refused(grammar, _reason(first.get_error()))
+        return found
 
     def _load_tokenizer(self) -> "LLTokenizer":
         """Return the tokenizer. It takes seconds for a large vocabulary, and is made only once."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.small_tokenizer import CHARACTERS, small_tokenizer
+from tuneserve_engine.backend.jax.sampling import grammars
 from tuneserve_engine.backend.jax.sampling.grammars import (
     CompiledGrammar,
     GrammarCompiler,
@@ -222,6 +223,43 @@ def test_a_text_that_can_never_end_fails_with_a_reason() -> None:
         matcher.accept_token(tokens("1")[0])
 
 
+def walks(grammar: CompiledGrammar) -> tuple[list[Any], int]:
+    """The masks on four random ways, and how many matchers went on alone."""
+    choose, masks, alone = random.Random(1), [], 0
+    for _ in range(4):
+        matcher = grammar.begin()
+        for _ in range(120):
+            masks.append(mask(matcher))
+            assert matcher.accept_token(choose.choice(tokens("ab")))
+        alone += matcher.is_alone
+    return masks, alone
+
+
+def test_no_sequence_fails_because_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence meets about two new states per token, of 2^15, and goes on as without a limit."""
+    form, limits = Grammar("regex", "[ab]*a[ab]{14}"), grammars._limits
+    free, _ = walks(compiler().compiled(form))
+    monkeypatch.setattr(grammars, "_limits", lambda: limits(300))
+    shared, alone = walks(compiler().compiled(form))
+    assert shared == free
+    assert 0 < alone < 4
+
+
+def test_a_sequence_that_meets_too_many_states_fails_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = grammars._limits
+    monkeypatch.setattr(grammars, "_limits", lambda: limits(300))
+    matcher, choose = (
+        compiler().compiled(Grammar("regex", "[ab]*a[ab]{14}")).begin(),
+        random.Random(1),
+    )
+    with pytest.raises(UserError, match=r"cannot go on .* too many states"):
+        for _ in range(2000):
+            mask(matcher)
+            matcher.accept_token(choose.choice(tokens("ab")))
+
+
 def test_a_grammar_is_compiled_once_in_any_thread_and_so_is_a_failure() -> None:
     made = compiler()
     good, bad = Grammar("regex", "ab"), Grammar("regex", "((")
@@ -243,10 +281,10 @@ def test_a_grammar_is_compiled_once_in_any_thread_and_so_is_a_failure() -> None:
 
 def test_only_the_newest_grammars_are_kept() -> None:
     made = compiler()
-    grammars = [Grammar("regex", f"a{{{n}}}") for n in range(1, 66)]
-    for each in grammars:
+    forms = [Grammar("regex", f"a{{{n}}}") for n in range(1, 66)]
+    for each in forms:
         made.compiled(each)
-    assert [made.pending(each) is None for each in (grammars[0], grammars[1], grammars[-1])] == [
+    assert [made.pending(each) is None for each in (forms[0], forms[1], forms[-1])] == [
         False,
         True,
         True,
