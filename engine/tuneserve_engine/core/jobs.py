@@ -13,6 +13,7 @@ import msgspec
 
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.errors import Category, EngineError
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord, SamplerRecord, Update
 from tuneserve_engine.core.usage import CurvePoint, Usage
 
@@ -213,6 +214,7 @@ class SampleCommand:
     logit_bias: dict[int, float] = field(default_factory=dict)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    grammar: Grammar | None = None
     stop_tokens: list[int] | None = None
     stop_strings: list[str] | None = None
     prompt_logprobs: bool = False
@@ -250,6 +252,14 @@ def decode(payload: bytes, command_type: type[Command]) -> Command:
     return msgspec.msgpack.decode(payload, type=command_type)
 
 
+def grammar_of(payload: bytes) -> Grammar | None:
+    """Return the grammar of a sample; None if it has none, or if the payload is invalid."""
+    try:
+        return msgspec.msgpack.decode(payload, type=_GrammarNeeds).grammar
+    except msgspec.DecodeError:
+        return None
+
+
 def snapshot_and_sequences(payload: bytes) -> tuple[str | None, int]:
     """Return the file of a sample's snapshot, if it has one, and the number of sequences.
 
@@ -260,6 +270,12 @@ def snapshot_and_sequences(payload: bytes) -> tuple[str | None, int]:
     except msgspec.DecodeError:
         return None, 0
     return size.file_id, size.num_samples
+
+
+class _GrammarNeeds(msgspec.Struct):
+    """The field of a ``SampleCommand`` that is compiled ahead."""
+
+    grammar: Grammar | None = None
 
 
 class _SnapshotNeeds(msgspec.Struct):

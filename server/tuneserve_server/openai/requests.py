@@ -25,6 +25,7 @@ from tuneserve_server.commands.common import checked_seed
 from tuneserve_server.commands.sampling import checked_prompt, checked_stops
 from tuneserve_server.errors import InvalidField, Malformed
 from tuneserve_server.http import body
+from tuneserve_server.openai import response_format
 from tuneserve_server.openai.types import (
     ChatCompletionRequest,
     ChatMessage,
@@ -65,7 +66,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
@@ -270,6 +270,7 @@ def _samples(
     echoed = scored.wanted and echo(request) is not Echo.NONE
     length_name, most = _max_tokens(request)
     count_name, count = _sample_count(request)
+    form = response_format.grammar(request)
     commands = [
         SampleCommand(
             prompt=checked_prompt(prompt, info, room=_room(request)),
@@ -283,6 +284,7 @@ def _samples(
             logit_bias=request.logit_bias or {},
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
+            grammar=form,
             stop_strings=strings,
             topk_sample_logprobs=scored.top,
             prompt_logprobs=echoed,

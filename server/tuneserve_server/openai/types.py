@@ -43,6 +43,12 @@ class GenerationRequest(Request):
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    response_format: dict[str, Any] | None = Field(
+        default=None, description="Any text, any JSON object, or JSON of a schema."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="As in vLLM: a schema, a regular expression, or choices."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

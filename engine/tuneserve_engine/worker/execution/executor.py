@@ -119,8 +119,7 @@ class JobExecutor:
         return training_wire.decode_request(job.payload, self._backend.info)
 
     def pending_preparation(self, of: Job | AdapterConfig) -> Preparation | None:
-        """Return the work to do before a job can create a model, or an adapter of this
-        configuration; None if there is none."""
+        """Return the work to do before a job, or an adapter of this configuration; see there."""
         return pending_preparation(self._backend, of)
 
     def prefetch(self, model_ids: Sequence[str]) -> None:
