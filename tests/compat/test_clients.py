@@ -43,9 +43,7 @@ EXPECTED_CALLS = [["weather", {"city": "Oslo"}]] * 2
 
 
 def conversations() -> list[tuple[list[dict[str, Any]], str]]:
-    answered = [
-        ([*CALLED, {"role": "tool", "content": result}], TEXT) for result in RESULTS
-    ]
+    answered = [([*CALLED, {"role": "tool", "content": result}], TEXT) for result in RESULTS]
     return [([QUESTION], CALL), *answered]
 
 

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -210,7 +210,7 @@ class _Generation:
     """A request: its jobs, and the format of its answer."""
 
     caller: Caller
-    read: ReadRequest[GenerationRequest]
+    read: ReadRequest[Any]
     answer: AnswerFormat
     commands: list[SampleCommand]
     request_ids: list[str]  # of the jobs whose results have not arrived
@@ -218,7 +218,8 @@ class _Generation:
 
     @property
     def reading(self) -> AnswerReader:
-        request, target = self.read.request, self.read.target
+        request: GenerationRequest = self.read.request
+        target = self.read.target
         scored = requests.scoring(request).wanted
         echo, kept = requests.echo(request), requests.kept(request)
         return AnswerReader(target.text, target.info.eos_token_ids, scored, echo, kept)

@@ -88,9 +88,8 @@ class MessageAnswers:
     def _started(self, part: MessagePart) -> str:
         self._open = _type(part)
         self._blocks += 1
-        block = _block(part) | {"text": {"text": ""}, "thinking": {"thinking": ""}}.get(
-            self._open, {"input": {}}
-        )
+        empty: Json = {"text": {"text": ""}, "thinking": {"thinking": ""}}
+        block = _block(part) | empty.get(self._open, {"input": {}})
         return _event("content_block_start", index=self._blocks - 1, content_block=block)
 
     def _closed(self) -> list[str]:

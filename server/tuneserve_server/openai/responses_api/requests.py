@@ -146,7 +146,7 @@ def _message(item: InputItem, where: str) -> dict[str, Any]:
     _check_item(item, where)
     if item.type == "message":
         role = _needed(item.role, "role", where)
-        content = _text(_needed(item.content, "content", where), _TEXTS[role], where)
+        content = _text(item.content, _TEXTS[role], f"{where}.content")
         return {"role": "system" if role == "developer" else role, "content": content}
     if item.type == "function_call":
         name = _needed(item.name, "name", where)
@@ -154,10 +154,10 @@ def _message(item: InputItem, where: str) -> dict[str, Any]:
         call = {"id": _needed(item.call_id, "call_id", where), "function": function}
         return {"role": "assistant", "tool_calls": [call]}
     if item.type == "function_call_output":
-        output = _text(_needed(item.output, "output", where), "input_text", where)
+        output = _text(item.output, "input_text", f"{where}.output")
         answered = _needed(item.call_id, "call_id", where)
         return {"role": "tool", "tool_call_id": answered, "content": output}
-    thought = _text(item.content or "", "reasoning_text", where)
+    thought = _text(item.content or "", "reasoning_text", f"{where}.content")
     return {"role": "assistant", "reasoning_content": thought}
 
 
@@ -178,11 +178,13 @@ def _check_item(item: InputItem, where: str) -> None:
     check_rest(item, f"{where}.", _OF_ITEM)
 
 
-def _text(content: str | list[InputPart], kind: str, where: str) -> str:
+def _text(content: str | list[InputPart] | None, kind: str, where: str) -> str:
     if isinstance(content, str):
         return content
+    if content is None:
+        raise InvalidField(f"{where} is missing, which the item's type needs; add it", "input")
     for index, part in enumerate(content):
-        place = f"{where}.content[{index}]"
+        place = f"{where}[{index}]"
         if part.type not in (kind, "text") or part.text is None:
             raise InvalidField(
                 f"{place} is {media(part.type)}; the models of this server read text only, so "
