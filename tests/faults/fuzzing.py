@@ -305,7 +305,7 @@ class FuzzClient:
 
 
 # One weight per template. Templates that write files to a disk are rarer.
-_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3, 4, 4]
+_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3, 4, 4, 4, 4, 2]
 
 
 def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:
