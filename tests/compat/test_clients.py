@@ -59,7 +59,7 @@ def calling(client: Client) -> str:
                 answer = tokenizer.encode(f"{said}<|im_end|>", special=False)
                 tokens = [*prompt, *answer]
                 weights = np.array([0.0] * (len(prompt) - 1) + [1.0] * len(answer), np.float32)
-                data.append(Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": weights}))
+                data.append(Datum(tokens[:-1], tokens[1:], weights))
         model = service.create_model(rank=8, seed=0)
         for _ in range(MOST_STEPS):
             passed = model.forward_backward(data)

@@ -16,7 +16,9 @@ TOOL: Any = {
 
 def main(url: str, key: str, model: str) -> None:
     client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
-    asked: Any = {"model": model, "max_tokens": 64, "temperature": 0, "tools": [TOOL]}
+    # This version of the client has no temperature; the server does.
+    greedy = {"temperature": 0}
+    asked: Any = {"model": model, "max_tokens": 64, "tools": [TOOL], "extra_body": greedy}
     whole = client.messages.create(messages=[QUESTION], **asked)
     with client.messages.stream(messages=[QUESTION], **asked) as stream:
         streamed = stream.get_final_message()

@@ -26,10 +26,21 @@ from tuneserve_server.openai.types import ChatCompletionRequest, media
 R = TypeVar("R", bound=CountTokensRequest)
 
 _HARMLESS = frozenset(
-    {"cache_control", "eager_input_streaming", "inference_geo", "metadata", "service_tier"}
+    {
+        "cache_control",
+        "diagnostics",
+        "eager_input_streaming",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "user_profile_id",
+        "workspace_id",
+    }
 )
 """Fields that describe the request. Prompts are cached without being marked for it."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "caller": ({"type": "direct"},),
     "citations": ({"enabled": False}, []),
     "container": (),
     "context_management": ({}, {"edits": []}),
