@@ -148,7 +148,7 @@ def _tool_use(request: ChatCompletionRequest, template: str, model: str) -> _Too
             "tools",
         )
     one_call = 1 if request.parallel_tool_calls is False else None
-    shown = [each.model_dump(exclude_unset=True) for each in tools]
+    shown = [_shown(each) for each in tools]
     if choice == "auto":
         return _ToolUse(shown, found, one_call)
     if choice == "required":
@@ -160,6 +160,14 @@ def _tool_use(request: ChatCompletionRequest, template: str, model: str) -> _Too
             "tool_choice names a tool that is not in tools; send one of their names", "tool_choice"
         )
     return _ToolUse(shown, found, 1, found.begin(name))
+
+
+def _shown(tool: FunctionTool) -> dict[str, Any]:
+    """Return the tool as the template shows it: the fields that describe it, in OpenAI's order."""
+    given = tool.function
+    described = {"description": given.description, "parameters": given.parameters}
+    fields = {name: value for name, value in described.items() if value is not None}
+    return {"type": "function", "function": {"name": given.name, **fields}}
 
 
 def _check_tools(tools: Sequence[FunctionTool]) -> None:
