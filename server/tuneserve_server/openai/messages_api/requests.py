@@ -38,17 +38,18 @@ _HARMLESS = frozenset(
     }
 )
 """Fields that describe the request. Prompts are cached without being marked for it."""
+_KEEPS_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
     "caller": ({"type": "direct"},),
     "citations": ({"enabled": False}, []),
     "container": (),
-    "context_management": ({}, {"edits": []}),
+    "context_management": ({}, {"edits": []}, {"edits": [_KEEPS_THINKING]}),
     "defer_loading": (False,),
     "display": ("summarized",),
     "input_examples": ([],),
     "mcp_servers": ([],),
-    "output_config": ({},),
+    "output_config": ({"effort": "high"}, {}),  # high is the default
     "output_format": (),
     "speed": ("standard",),
 }
@@ -130,8 +131,8 @@ def _chat(request: CountTokensRequest, **options: Any) -> ChatCompletionRequest:
 
 def _messages(turn: MessageTurn, where: str) -> Iterator[dict[str, Any]]:
     blocks = turn.content
-    if isinstance(blocks, str):
-        yield {"role": turn.role, "content": blocks}
+    if isinstance(blocks, str) or turn.role == "system":
+        yield {"role": turn.role, "content": _text(blocks, f"{where}.content")}
         return
     places = [f"{where}.content[{number}]" for number in range(len(blocks))]
     given = list(zip(blocks, places, strict=True))

@@ -24,7 +24,7 @@ class MessageBlock(Request):
 
 
 class MessageTurn(Request):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[MessageBlock]
 
 

@@ -99,6 +99,27 @@ def test_blocks_become_messages_of_openai() -> None:
     ]
 
 
+def test_the_fields_of_claude_code_are_accepted() -> None:
+    """As its version 2.1.197 sends them: the system message behind the user's is its own."""
+    hint = [{"type": "text", "text": "skills", "cache_control": {"type": "ephemeral"}}]
+    found = chat(
+        messages=[USER, {"role": "system", "content": hint}],
+        system=[{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}],
+        max_tokens=32000,
+        metadata={"user_id": "x"},
+        thinking={"type": "adaptive"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "high"},
+        stream=True,
+    )
+    assert found["messages"] == [
+        {"role": "system", "content": "be"},
+        USER,
+        {"role": "system", "content": "skills"},
+    ]
+    assert found["chat_template_kwargs"] == {"enable_thinking": True}
+
+
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 
 
@@ -124,7 +145,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_sequences": ["x"] * 257}, "stop_sequences", "256"),
     ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages", "continues none"),
     ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages", "role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "role"),
+    ({"messages": [{"role": "system", "content": [{"type": "image"}]}]}, "messages", "an image"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management",
+        "not supported",
+    ),
     ({"output_config": {"effort": "low"}}, "output_config", "not supported"),
     ({"container": "c"}, "container", "leave it out"),
     ({"logprobs": True}, "logprobs", "not a field"),
