@@ -51,9 +51,10 @@ def prepare_conversation(
             rendered = f"{rendered.rstrip()}\n\n{THOUGHT}\n\n"
         rendered += use.begun
         is_thinking = False
+    is_apart = request.separate_reasoning is not False
     form = MessageFormat(
-        has_reasoning,
-        is_thinking,
+        has_reasoning and is_apart,
+        is_thinking and is_apart,
         use.calls,
         frozenset(each["function"]["name"] for each in use.shown),
         use.most_calls,

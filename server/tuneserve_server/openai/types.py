@@ -162,6 +162,9 @@ class ChatCompletionRequest(GenerationRequest):
         default=None, description="With `false`, an answer ends after its first call."
     )
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = Field(
+        default=None, description="With `false`, a reasoning block stays in the text."
+    )
 
 
 class ModelEntry(BaseModel):

@@ -172,6 +172,14 @@ async def test_reasoning_is_streamed_apart_from_the_text(talk: Talk) -> None:
     assert "".join(thoughts) == "It may rain."
 
 
+@pytest.mark.parametrize("talk", [None, OPENED], indirect=True)
+async def test_reasoning_stays_in_the_text_if_the_request_says_so(talk: Talk) -> None:
+    said = "<think>\nIt may rain.\n</think>\n\nTake a coat."
+    talk.says(said)
+    choice, _ = await streamed(talk, extra_body={"separate_reasoning": False})
+    assert choice.message.content == said
+
+
 async def test_unfinished_reasoning_is_no_text(talk: Talk) -> None:
     talk.says("<think>\nIt may rain.")
     choice = await whole(talk)
