@@ -8,12 +8,22 @@ from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
 
 
 @tool
 def weather(city: str) -> str:
     """The weather of a city."""
     return f"{city}: 4 degrees, rain"
+
+
+class Place(BaseModel):
+    """The weather of a city."""
+
+    city: str = Field()
+
+
+Place.__name__ = "weather"  # the name under which the model was trained to call
 
 
 def main(url: str, key: str, model: str) -> None:
@@ -38,7 +48,12 @@ def main(url: str, key: str, model: str) -> None:
         result = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
         answer = bound.invoke([question, streamed, result])
         calls = [(each["name"], each["args"]) for each in (*whole.tool_calls, call)]
-        found[name] = {"calls": calls, "text": answer.text}
+        structured = chat.with_structured_output(Place, method="function_calling")
+        found[name] = {
+            "calls": calls,
+            "text": answer.text,
+            "structured": structured.invoke([question]).city,
+        }
     print(json.dumps(found))
 
 

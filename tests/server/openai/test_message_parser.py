@@ -121,6 +121,16 @@ def test_random_texts_without_a_whole_call_lose_no_character() -> None:
         assert parts == ([TextPart(text)] if text else [])
 
 
+@pytest.mark.parametrize("form", [HERMES, LLAMA, THINKS, OPENED, ONE, BEGUN, BEGUN_LLAMA])
+def test_random_messages_have_the_same_parts_however_they_arrive(form: MessageFormat) -> None:
+    rng = random.Random(4)
+    words = ["<think>", "</think>", "\n", " ", "a", "<", hermes("A"), hermes("B"), BAD, JSON, ";"]
+    words += ["<tool_call>", "</tool_call>", '{"name": "', "<|python_tag|>", '"</tool_call>']
+    for _ in range(300):
+        text = "".join(rng.choices(words, k=rng.randrange(9)))
+        assert parsed(form, list(text)) == parsed(form, [text]), text
+
+
 def test_a_parser_says_when_its_last_call_has_come() -> None:
     parser = MessageParser(ONE)
     parser.push(hermes("A")[:-1])
