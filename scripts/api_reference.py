@@ -74,6 +74,7 @@ SAID = {
     "kind": "forward_backward",
     "LoadIntoRequest.path": "tinker://8c2f1a:train:0/weights/first",
     "ModelEntry.id": "tuneserve/tiny",
+    "ResponsesRequest.input": "What colour is the sky?",
     "RunEvent.kind": "note",
     "RunEventRequest.kind": "note",
     "ServedBaseModel.name": "tuneserve/tiny",

@@ -18,6 +18,7 @@ from tuneserve_client.wire.proto import wire_pb2 as wire
 
 PREFIX = "/api/v1"
 OPENAI = "/v1"
+ANTHROPIC = "/v1/messages"
 Template = tuple[str, str, Any]
 """Method, path as described, and body. Paths other than OpenAI's have no prefix."""
 
@@ -62,7 +63,10 @@ class Checked:
         if answer.status == 200:
             self._note(answer, headers["X-API-Key"])
         elif answer.status != 408:  # a poll without a result yet
-            if is_openai:
+            if described.startswith(ANTHROPIC):
+                assert set(answer.json) == {"type", "error"}, answer
+                assert set(answer.json["error"]) == {"type", "message", "code"}, answer
+            elif is_openai:
                 assert set(answer.json) == {"error"}, answer
                 assert set(answer.json["error"]) == {"message", "type", "param", "code"}, answer
             else:
@@ -112,7 +116,9 @@ def _names_canary(body: bytes) -> bool:
 def _is_field(answer: asgi.Answer) -> bool:
     """Whether the answer names a field that is called like the canary, and no value."""
     error = answer.json.get("error", {})
-    return error.get("param") == CANARY and error["message"].count(CANARY) == 1
+    said = str(error.get("message"))
+    is_param = error.get("param") == CANARY or f"{CANARY} is not a field" in said
+    return is_param and said.count(CANARY) == 1
 
 
 @dataclass
@@ -201,6 +207,9 @@ class FuzzClient:
             ("POST", "/checkpoints/search", self._checkpoint_search()),
             ("POST", "/v1/completions", self._completion(number)),
             ("POST", "/v1/chat/completions", self._chat(number)),
+            ("POST", "/v1/responses", self._response(number)),
+            ("POST", "/v1/messages", {"max_tokens": 2, **self._message(number)}),
+            ("POST", "/v1/messages/count_tokens", self._message(number)),
         ]
 
     def _search(self, number: int) -> Any:
@@ -230,6 +239,29 @@ class FuzzClient:
         read = {"top_logprobs": 2, "chat_template_kwargs": {"voice": "a"}}
         shown = {} if number % 2 else {"stream": True}
         return {"model": self.sampler, "messages": messages, **drawn, **read, **shown}
+
+    def _response(self, number: int) -> Any:
+        items = [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "r"},
+        ]
+        shown = {} if number % 2 else {"stream": True, "tool_choice": "none"}
+        drawn = {"max_output_tokens": 2, "temperature": 0.5, "store": False}
+        tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+        tools = {} if number % 2 else {"tools": [tool]}
+        return {"model": self.checkpoint, "input": items, **drawn, **tools, **shown}
+
+    def _message(self, number: int) -> Any:
+        use = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": "r", "is_error": True}
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "h"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}, use]},
+            {"role": "user", "content": [result]},
+        ]
+        shown = {"thinking": {"type": "enabled", "budget_tokens": 9}} if number % 2 else {}
+        return {"model": self.sampler, "messages": messages, "system": "x", **shown}
 
     def _sample(self, bodies: Any, number: int) -> Any:
         targets = {
@@ -298,7 +330,7 @@ class FuzzClient:
 # One weight per template. Templates that write files to a disk are rarer.
 _WEIGHTS = [
     *(10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3),
-    *(3, 3, 2, 3, 2, 4, 4, 4),
+    *(3, 3, 2, 3, 2, 4, 4, 4, 4, 4, 2),
 ]
 
 

@@ -99,6 +99,22 @@ NAMING: dict[str, list[Call]] = {
             {"model": "@path", "messages": [{"role": "user", "content": "a"}]},
         ),
     ],
+    "POST /v1/responses": [
+        ("/v1/responses", {"model": "@path", "input": "a"}),
+        ("/v1/responses", {"model": "@base;@path", "input": "a"}),
+    ],
+    "POST /v1/messages": [
+        (
+            "/v1/messages",
+            {"model": "@path", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]},
+        ),
+    ],
+    "POST /v1/messages/count_tokens": [
+        (
+            "/v1/messages/count_tokens",
+            {"model": "@sampler", "messages": [{"role": "user", "content": "a"}]},
+        ),
+    ],
     "GET /v1/models/{model}": [("/v1/models/@path", None)],
     "POST /retrieve_future": [("/retrieve_future", {"request_id": "@request"})],
     "POST /retrieve_futures": [

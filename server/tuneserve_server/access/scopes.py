@@ -77,6 +77,9 @@ SCOPES: dict[str, frozenset[Scope]] = {
     "GET /sessions/{session_id}": _ANY,
     "POST /v1/completions": _SAMPLE,
     "POST /v1/chat/completions": _SAMPLE,
+    "POST /v1/messages": _SAMPLE,
+    "POST /v1/messages/count_tokens": _SAMPLE,
+    "POST /v1/responses": _SAMPLE,
     "GET /v1/models": _EITHER,
     "GET /v1/models/{model}": _EITHER,
 }

@@ -47,7 +47,8 @@ TRAINS = {
 SAMPLES = {
     *("POST /create_sampling_session", "POST /join_sampling_session", "POST /asample"),
     *("POST /retrieve_futures", "POST /cancel_future"),
-    *("POST /v1/completions", "POST /v1/chat/completions"),
+    *("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses"),
+    *("POST /v1/messages", "POST /v1/messages/count_tokens"),
 }
 
 
