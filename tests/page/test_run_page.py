@@ -1,11 +1,11 @@
-"""The page of a run shows that run alone, as it is now."""
+"""The page of a run shows that run alone, as it is now; the overview shows how runs ended."""
 
 from typing import Any
 
 import httpx
 from playwright.sync_api import expect
 
-from tests.page.many_runs import KEY, run_id
+from tests.page.many_runs import KEY, RESTORED, run_id
 from tests.page.stage import Visit
 from tests.page.test_runs import open_run, open_view, visit
 
@@ -66,3 +66,15 @@ def test_equal_samples_of_a_step_are_listed_once_each_time(visit: Visit, many_ru
     leave(many_runs, 110, "note", 6, {"text": "read again"})
     expect(page.locator("#run-events li").first).to_contain_text("read again", timeout=30_000)
     expect(page.locator("#run-samples dd")).to_have_count(2)
+
+
+def test_the_overview_shows_outcomes_and_restored_runs_apart(visit: Visit) -> None:
+    rows = visit.page.locator("#run-table tbody tr")
+    states = {484: "failed", 487: "stopped", 488: "diverged", 491: "finished"}
+    for number, state in states.items():  # STATES[number % 5]
+        badge = rows.filter(has_text=f"tickets {number}").locator(".badge .value")
+        expect(badge).to_contain_text(state)
+        expect(badge).not_to_contain_text("restored")
+    restored = rows.filter(has_text=f"tickets {RESTORED}").locator(".badge .value")
+    expect(restored).to_contain_text("finished")
+    expect(restored).to_contain_text("restored with other results")

@@ -332,7 +332,7 @@ def test_a_run_that_was_opened_while_another_is_saved_stays_open(
 
 def test_a_run_that_was_restored_with_other_results_says_so(visit: Visit) -> None:
     page = open_run(visit, RESTORED)
-    expect(page.locator("#run-diverged")).to_contain_text("results that differ")
+    expect(page.locator("#run-diverged")).to_contain_text("restored with other results")
     open_run(visit, 8)
     expect(page.locator("#run-diverged")).to_be_hidden()
 

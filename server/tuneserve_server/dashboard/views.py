@@ -16,6 +16,7 @@ from tuneserve_engine.core.usage import TenantUsage, Totals
 from tuneserve_engine.store.base import ServedModel, Store, StoreStats
 from tuneserve_server.base_models import BaseModels
 from tuneserve_server.dashboard.curves import Curve, CurveReader
+from tuneserve_server.dashboard.run_states import told_state
 from tuneserve_server.dashboard.state import DashboardState, Rates, Run, TenantRow, WorkerShown
 from tuneserve_server.errors import TooManyRequests
 from tuneserve_server.ttl_cache import CachedQuery
@@ -161,6 +162,7 @@ def _run(model: ModelRecord, session_name: str) -> Run:
         rank=model.config.rank,
         adapter=model.config.kind,
         status=model.status.value,
+        state=told_state(model),
         diverged=model.diverged,
         created_s=model.created_s,
         last_request_s=model.last_request_s,

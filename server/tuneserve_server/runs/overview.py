@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from tuneserve_client.runs import RunOrder, RunState
-from tuneserve_engine.core.records import ModelRecord, ModelStatus
+from tuneserve_engine.core.records import ModelRecord
 from tuneserve_engine.core.usage import TenantUsage, Totals
 from tuneserve_engine.store.base import Page, Store, StoreStats
 from tuneserve_server.dashboard.curves import CurveReader
-from tuneserve_server.runs.names import OUTCOMES, RunNames, is_archived, tags_of
+from tuneserve_server.dashboard.run_states import told_state
+from tuneserve_server.runs.names import RunNames, is_archived, tags_of
 from tuneserve_server.runs.progress import Progress
 from tuneserve_server.ttl_cache import CachedQuery
 
@@ -76,7 +77,7 @@ class RunOverview:
             RunSummary(
                 model,
                 await self._names.name_of(model),
-                state_of(model),
+                told_state(model),
                 _duration_s(model, time.time()),
                 totals.get((model.tenant, model.key), Totals()),
                 await self._progress(model),
@@ -162,28 +163,15 @@ class RunOverview:
         return await reader.go_on(self._store, model, idle_s)
 
 
-def state_of(model: ModelRecord) -> RunState:
-    """Return the state of a run: as its training loop said, else as its session ended."""
-    if model.status in (ModelStatus.FAILED, ModelStatus.LOST):
-        return "failed"
-    outcome = model.user_metadata.get("outcome")
-    for known in OUTCOMES:
-        if outcome == known:
-            return known
-    if model.status is not ModelStatus.ENDED:
-        return "running"
-    return "finished" if model.ended in (None, "success") else "stopped"
-
-
 def _duration_s(model: ModelRecord, now_s: float) -> float:
-    end_s = now_s if state_of(model) == "running" else model.last_request_s
+    end_s = now_s if told_state(model) == "running" else model.last_request_s
     return max(end_s - model.created_s, 0.0)
 
 
 def _fits(model: ModelRecord, name: str, query: RunQuery) -> bool:
     if query.archived is not None and is_archived(model) is not query.archived:
         return False
-    if query.state is not None and state_of(model) != query.state:
+    if query.state is not None and told_state(model) != query.state:
         return False
     tags = tags_of(model)
     if query.tag is not None and query.tag not in tags:
@@ -202,7 +190,7 @@ _BY_RECORD: dict[RunOrder, Callable[[ModelRecord, str], float | str]] = {
     "created": lambda model, _: model.created_s,
     "last_request": lambda model, _: model.last_request_s,
     "name": lambda _, name: name.casefold(),
-    "state": lambda model, _: state_of(model),
+    "state": lambda model, _: told_state(model),
     "duration": lambda model, _: _duration_s(model, time.time()),
 }
 _BY_TOTAL: dict[RunOrder, Callable[[Totals], float]] = {
