@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 from playwright.sync_api import expect
 
-from tests.page.many_runs import KEY, RESTORED, run_id
+from tests.page.many_runs import FOREIGN, KEY, RESTORED, run_id
 from tests.page.stage import Visit
 from tests.page.test_runs import open_run, open_view, visit
 
@@ -78,3 +78,27 @@ def test_the_overview_shows_outcomes_and_restored_runs_apart(visit: Visit) -> No
     restored = rows.filter(has_text=f"tickets {RESTORED}").locator(".badge .value")
     expect(restored).to_contain_text("finished")
     expect(restored).to_contain_text("restored with other results")
+
+
+def test_the_playground_answers_for_no_checkpoint_but_the_one_of_the_address(
+    visit: Visit,
+) -> None:
+    path = f"tinker://{run_id(FOREIGN)}/sampler_weights/final"  # no checkpoint of this tenant
+    page = open_view(visit, f"#/playground?model={path}")
+    problem, send = page.locator("#play-problem"), page.get_by_role("button", name="Send")
+    expect(problem).to_contain_text(f"{path} is not one of your checkpoints")
+    model = page.get_by_role("combobox", name="Model")
+    expect(model).to_have_value("")
+    expect(send).to_be_disabled()
+    model.select_option("tuneserve/tiny")
+    expect(problem).to_be_empty()
+    expect(send).to_be_enabled()
+    page.go_back()
+    expect(send).to_be_disabled()
+    open_view(visit, "#/playground?model=absent/model")
+    expect(problem).to_contain_text("No worker serves absent/model")
+    own = f"tinker://{run_id(300)}/sampler_weights/final"
+    open_view(visit, f"#/playground?model={own}")
+    expect(model).to_have_value(own)
+    expect(send).to_be_enabled()
+    expect(problem).to_be_empty()

@@ -358,7 +358,7 @@ def test_samples_events_and_checkpoints_are_listed(visit: Visit, many_runs: str)
     assert prompts.locator("dd").all_inner_texts() == ["Open Settings.", "Open Setings."]
     expect(page.locator("#run-events li").first).to_contain_text("samples")
     path = f"tinker://{run_id(400)}/sampler_weights/final"
-    command = f"tuneserve checkpoints export {path} ./final"
+    command = f"tuneserve checkpoints export {path} ./final --url {many_runs}"
     page.get_by_role("button", name=f"Copy: {command}").click()
     assert page.evaluate("navigator.clipboard.readText()") == command
     page.get_by_role("link", name="Open final in the playground").click()

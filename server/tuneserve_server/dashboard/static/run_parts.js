@@ -5,6 +5,7 @@ import { copyable } from "./download.js";
 import { bytes, count, moment, short } from "./format.js";
 import { format } from "./route.js";
 import { configOf, shortId } from "./run_data.js";
+import { serverUrl } from "./session.js";
 
 const QUESTIONS = ["Is it good?", "When is it done?", "What did it cost?"];
 const FIRST = ["data", "rows", "held_out_rows", "seed", "learning_rate", "epochs", "batch_size", "steps"];
@@ -92,7 +93,7 @@ function makeCheckpoint(checkpoint) {
     {},
     make("p", { class: "checkpoint-head" }, make("strong", {}, name), ...(isExport ? [] : [open])),
     make("p", { class: "quiet" }, parts.join(" · ")),
-    copyable(`tuneserve checkpoints export ${path} ./${name}`),
+    copyable(`tuneserve checkpoints export ${path} ./${name} --url ${serverUrl()}`),
   );
 }
 
