@@ -134,12 +134,13 @@ class KeptRequest:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """The store's fill level: unfinished requests by tenant, requests kept for replay, and recovery
-    points."""
+    """The store's fill level: unfinished requests by tenant, requests kept for replay, recovery
+    points, and the models that have unfinished requests."""
 
     unfinished: dict[str, int]
     logged: int
     points: int
+    busy: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
