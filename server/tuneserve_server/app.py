@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tuneserve_client.wire import run_types, types
+from tuneserve_client.wire import custom_loss_types, run_types, types
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import OpenStore
@@ -37,6 +37,7 @@ from tuneserve_server.openai import routes as openai
 from tuneserve_server.openai import types as openai_types
 from tuneserve_server.routes import (
     checkpoints,
+    custom_losses,
     dashboard,
     dashboard_events,
     documentation,
@@ -64,6 +65,7 @@ ROUTERS = (
         sessions,
         models,
         training,
+        custom_losses,
         checkpoints,
         uploads,
         sampling,
@@ -167,7 +169,8 @@ class _Api(FastAPI):
     """
 
     def openapi(self) -> dict[str, Any]:
-        bodies = [*requests_of(types), *requests_of(run_types), *requests_of(openai_types)]
+        modules = types, run_types, custom_loss_types, openai_types
+        bodies = [body for module in modules for body in requests_of(module)]
         return describe(self, bodies)
 
 

@@ -36,7 +36,7 @@ async def test_every_route_that_requires_a_key_has_a_scope_and_no_other(api: Api
 TRAINS = {
     *("POST /create_model", "POST /load_weights", "POST /forward_backward", "POST /optim_step"),
     *("POST /save_weights", "POST /save_weights_for_sampler", "POST /save_weights_external"),
-    "POST /checkpoints/import",
+    *("POST /checkpoints/import", "POST /create_custom_loss"),
     *("PATCH /training_runs/{model_id}", "POST /training_runs/{model_id}/events"),
     "DELETE /training_runs/{model_id}/checkpoints/{kind}/{name}",
     "PUT /training_runs/{model_id}/checkpoints/{kind}/{name}/ttl",
