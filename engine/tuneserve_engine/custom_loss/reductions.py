@@ -115,7 +115,8 @@ def prod(
         others = np.where(x.array == 0, 1, x.array).prod(axes, keepdims=True)
         alone = np.where(x.array == 0, others * (zeros == 1), 0)
         by_x = np.where(zeros == 0, product / np.where(x.array == 0, 1, x.array), alone)
-        return (g.reshape(product.shape) * by_x).astype(x.dtype)
+        scaled: Array = (g.reshape(product.shape) * by_x).astype(x.dtype)
+        return scaled
 
     return record(product if keepdim else product.squeeze(axes), (x, pull))
 
@@ -133,7 +134,8 @@ def _extreme(name: str) -> Any:
         def pull(g: Array) -> Array:
             at = x.array == found
             shared = at / at.sum(axes, keepdims=True)
-            return (g.reshape(found.shape) * shared).astype(x.dtype)
+            by_x: Array = (g.reshape(found.shape) * shared).astype(x.dtype)
+            return by_x
 
         return record(found if keepdim else found.squeeze(axes), (x, pull))
 
@@ -249,7 +251,8 @@ def logsumexp(input: Operand, /, dim: Dim, keepdim: bool = False) -> Tensor:
     total = np.log(np.exp(values - top).sum(axes, keepdims=True)) + top
 
     def pull(g: Array) -> Array:
-        return (g.reshape(total.shape) * np.exp(values - total)).astype(x.dtype)
+        by_x: Array = (g.reshape(total.shape) * np.exp(values - total)).astype(x.dtype)
+        return by_x
 
     shown = total if keepdim else total.squeeze(axes)
     return record(shown.astype(x.dtype), (x, pull))
@@ -293,6 +296,7 @@ def cumprod(input: Operand, /, dim: int) -> Tensor:
     y = wide(x.array).cumprod(axis)
 
     def pull(g: Array) -> Array:
-        return np.flip(np.flip(g * y, axis).cumsum(axis), axis) / x.array
+        by_x: Array = np.flip(np.flip(g * y, axis).cumsum(axis), axis) / x.array
+        return by_x
 
     return record(y.astype(x.dtype), (x, pull))

@@ -145,7 +145,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "pos": _unary(each.positive, operator.pos),
     "abs": _unary(each.absolute, operator.abs),
     "invert": _unary(each.invert, operator.invert),
-    "not_": _unary(each.logical_not, operator.not_),
     "eq": _operator(each.eq, operator.eq),
     "ne": _operator(each.ne, operator.ne),
     "lt": _operator(each.lt, operator.lt),

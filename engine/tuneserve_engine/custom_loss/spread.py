@@ -87,7 +87,8 @@ def norm(
 
     def pull(g: Array) -> Array:  # 0 at 0, as in torch
         by_x = np.divide(x.array, length, out=np.zeros(x.shape), where=length != 0)
-        return (g.reshape(length.shape) * by_x).astype(x.dtype)
+        scaled: Array = (g.reshape(length.shape) * by_x).astype(x.dtype)
+        return scaled
 
     return record((length if keepdim else length.squeeze(axes)).astype(x.dtype), (x, pull))
 

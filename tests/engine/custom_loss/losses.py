@@ -94,7 +94,7 @@ def focal(logprobs, mask):
 def label_smoothing(logprobs, mask):
     smooth = 0.1
     token = -(1 - smooth) * logprobs[:, 0] - smooth * logprobs.mean(dim=1)
-    return (token * mask[:, 0]).sum(), {}
+    return (token * mask[:, 1]).sum(), {}
 
 
 def unlikelihood(logprobs, mask):
@@ -273,3 +273,28 @@ def several_targets(logprobs, ref, scale):
 def gathered(logprobs, ref):
     kept = torch.gather(logprobs, 1, ref.argsort(dim=1)[:, :2])
     return -kept.logsumexp(dim=-1).sum() + torch.prod(logprobs, dim=1).mean(), {}
+
+
+def rounded(logprobs, ref):
+    x = torch.floor(logprobs) + logprobs.ceil() + logprobs.trunc() + torch.round(logprobs)
+    y = torch.nan_to_num(logprobs / ref) + torch.clamp_max(+logprobs, -0.3) + torch.sign(ref)
+    z = torch.atan2(logprobs, ref) - logprobs.detach().floor_divide(0.4)
+    return (x * logprobs * y).sum() - torch.neg(z).sum(), {}
+
+
+def flags(logprobs, ref, labels):
+    over = torch.logical_and(torch.gt(logprobs, ref), torch.le(ref, -0.2))
+    other = torch.logical_or(logprobs.ge(-1), ~torch.lt(ref, -2)).logical_xor(over).logical_not()
+    odd = torch.bitwise_and(labels, 1) + torch.bitwise_or(labels, 2) + labels.bitwise_xor(3)
+    same = torch.eq(labels, 3).long() + labels.ne(1).int() + torch.bitwise_not(labels)
+    return (logprobs * over + logprobs**2 * other).sum(), {
+        "custom/odd:sum": odd.sum() + same.sum() + torch.count_nonzero(over),
+        "custom/bad:mean": (torch.isnan(ref) | torch.isinf(1 / (ref - ref))).float().mean(),
+    }
+
+
+def scaled(logprobs, ref):
+    x = torch.add(logprobs, ref, alpha=2) * logprobs.sub(ref, alpha=0.5) + torch.rsub(logprobs, 1)
+    y = torch.ones(logprobs.shape, dtype=ref.dtype) + torch.full_like(ref, 0.5)
+    z = logprobs.mean().expand_as(ref) * logprobs.new_full((12,), 3.0)
+    return (x * y * z).sum() * logprobs.is_floating_point(), {}
