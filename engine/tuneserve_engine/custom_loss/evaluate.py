@@ -13,7 +13,7 @@ import numpy as np
 
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.custom_loss.graph import CustomLoss, Node, Ref
-from tuneserve_engine.custom_loss.tape import Array, Run, Tensor, backward, named, running
+from tuneserve_engine.custom_loss.tape import Array, GraphRun, Tensor, backward, named, running
 
 _MOST_TEXT = 200  # characters of an error that NumPy worded
 _FAULTS = (
@@ -56,7 +56,7 @@ def evaluate(
     total = 0.0
     gradients: list[Array] = []
     sums = dict.fromkeys(loss.metrics, 0.0)
-    run = Run(pause=pause)
+    run = GraphRun(pause=pause)
     for i, datum in enumerate(data):
         run.start_datum()
         logprobs = Tensor(datum.logprobs, is_input=gradient)

@@ -5,8 +5,7 @@ refers to earlier nodes by their names; here, by their positions.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -120,10 +119,10 @@ def parse(text: str) -> CustomLoss:
             f"the graph has {len(graph.nodes)} nodes; it may have 1 to {MAX_NODES}; make the loss "
             "smaller, or run it on the client: pass the function to forward_backward_custom"
         )
-    return _Reader(graph).read()
+    return _GraphReader(graph).read()
 
 
-class _Reader:
+class _GraphReader:
     """The reading of one graph, node by node."""
 
     def __init__(self, graph: _Graph) -> None:
@@ -132,7 +131,6 @@ class _Reader:
         self._positions: dict[str, int] = {}
         self._places: list[int] = []
         self._calls: list[Node] = []
-        self._uses: Counter[int] = Counter()
 
     def read(self) -> CustomLoss:
         *nodes, last = self._graph.nodes
@@ -152,7 +150,6 @@ class _Reader:
         if not isinstance(loss, Ref) or not isinstance(metrics, dict):
             raise UserError(_OUTPUT)
         self._check_metrics(metrics)
-        self._check_in_place()
         return CustomLoss(
             self._graph.name[:_MAX_LITERAL],
             self._inputs,
@@ -192,8 +189,6 @@ class _Reader:
             args, kwargs = operations.arguments(function, args, kwargs)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        for each in _refs((args, kwargs)):
-            self._uses[each.position] += 1
         return Node(position, node.name, node.target, function, args, kwargs)
 
     def _decoded(self, value: Any, depth: int, where: str) -> Any:
@@ -269,26 +264,6 @@ class _Reader:
                     "in lowercase, and to be a tensor of one element"
                 )
 
-    def _check_in_place(self) -> None:
-        """Refuse ``x += y`` where ``x`` could be seen by another node: here it makes a new value.
-
-        The value that it changes has to come from a calculation, and be used nowhere else.
-        """
-        targets = {node.position: node.target for node in self._calls}
-        for node in self._calls:
-            module, _, last = node.target.rpartition(".")
-            if module != "operator" or last not in scalars.IN_PLACE:
-                continue
-            changed = node.args[0]
-            if not isinstance(changed, Ref):
-                continue
-            made_by = targets.get(changed.position, "placeholder").rpartition(".")[2]
-            if self._uses[changed.position] > 1 or made_by in operations.VIEWS:
-                raise UserError(
-                    f"node {node.name} ({shown(node.target)}): it changes a tensor in place that "
-                    "may be used elsewhere; write x = x + y in place of x += y"
-                )
-
 
 def _checked_inputs(inputs: Sequence[_Input]) -> tuple[LossInput, ...]:
     names = [each.name for each in inputs]
@@ -305,34 +280,21 @@ def _checked_inputs(inputs: Sequence[_Input]) -> tuple[LossInput, ...]:
     return tuple(LossInput(each.name, each.rank) for each in inputs)
 
 
-def _refs(value: Any) -> Iterable[Ref]:
-    """Yield the references in an argument."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, dict):
-        yield from _refs(tuple(value.values()))
-    elif isinstance(value, slice):
-        yield from _refs((value.start, value.stop, value.step))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _refs(each)
-
-
 _SHOWN = ("float32", "float64", "int64", "int32", "bool")
 _UNCALLED = {
     "get_attr": "it captures a tensor; pass it to the loss as one of the datum's inputs",
     "call_module": "it calls a module; use functions such as torch.nn.functional",
     "output": "the output has to be the last node",
 }
-_KINDS: dict[str, Callable[[_Reader, Any, int, str], Any]] = {
-    "ref": _Reader._ref,
-    "tuple": _Reader._tuple,
-    "dict": _Reader._dict,
-    "slice": _Reader._slice,
-    "ellipsis": _Reader._ellipsis,
-    "float": _Reader._float,
-    "dtype": _Reader._dtype,
-    "device": _Reader._ignored,
-    "layout": _Reader._ignored,
-    "memory_format": _Reader._ignored,
+_KINDS: dict[str, Callable[[_GraphReader, Any, int, str], Any]] = {
+    "ref": _GraphReader._ref,
+    "tuple": _GraphReader._tuple,
+    "dict": _GraphReader._dict,
+    "slice": _GraphReader._slice,
+    "ellipsis": _GraphReader._ellipsis,
+    "float": _GraphReader._float,
+    "dtype": _GraphReader._dtype,
+    "device": _GraphReader._ignored,
+    "layout": _GraphReader._ignored,
+    "memory_format": _GraphReader._ignored,
 }

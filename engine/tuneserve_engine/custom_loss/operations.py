@@ -201,14 +201,6 @@ FUNCTIONS: Mapping[str, Function] = {
 }
 METHODS: Mapping[str, Function] = _BOTH | _METHODS
 
-VIEWS = frozenset(
-    {"getitem", "reshape", "view", "flatten", "unsqueeze", "squeeze", "permute", "transpose"}
-    | {"t", "split", "chunk", "unbind", "narrow", "select", "expand", "expand_as", "detach"}
-    | {"contiguous", "to", "float", "getattr", "swapaxes", "broadcast_to", "cpu", "type"}
-    | {"type_as", "double", "long", "int", "bool", "where", "placeholder", "functional.split"}
-)
-"""The last names of operations whose result may share its elements with another tensor."""
-
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 _SIZES = frozenset({"shape", "size", "sizes", "dims"})
 """The keywords of what an operation also takes as any number of arguments."""
@@ -224,6 +216,7 @@ _HINTS = {
     "tolist": "keep every value, metrics included, as a tensor",
     "backward": "return the loss, and its gradient is taken",
     "setitem": "an assignment changes a tensor in place; use torch.where",
+    "iadd": "it changes a tensor in place: write x = x + y",
 }
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson")
 

@@ -109,7 +109,7 @@ _ATTRIBUTES: dict[str, Callable[[Tensor], Any]] = {
 }
 ATTRIBUTES = frozenset({*_ATTRIBUTES, *Pair._fields})
 
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "add": join_or_add,
     "sub": _operator(each.subtract, operator.sub),
     "mul": _operator(each.multiply, operator.mul),
@@ -120,25 +120,6 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "and_": _operator(each.bit_and, operator.and_),
     "or_": _operator(each.bit_or, operator.or_),
     "xor": _operator(each.bit_xor, operator.xor),
-}
-
-IN_PLACE = {
-    "iadd": "add",
-    "isub": "sub",
-    "imul": "mul",
-    "itruediv": "truediv",
-    "ifloordiv": "floordiv",
-    "imod": "mod",
-    "ipow": "pow",
-    "iand": "and_",
-    "ior": "or_",
-    "ixor": "xor",
-}
-"""By operator that changes its operand: the one that makes a new value."""
-
-OPERATORS: dict[str, Callable[..., Any]] = {
-    **_ARITHMETIC,
-    **{name: _ARITHMETIC[plain] for name, plain in IN_PLACE.items()},
     "matmul": shaping.matmul,
     "getitem": getitem,
     "neg": _unary(each.negative, operator.neg),

@@ -71,13 +71,13 @@ class Tensor:
 
 
 @dataclass(eq=False)
-class Run:
+class GraphRun:
     """The evaluation of one request: its remaining work, and the tape of the current datum.
 
     ``pause`` is called after every ``PAUSE_UNITS`` of work; results do not depend on it.
     """
 
-    units: int = MAX_UNITS
+    units: int = field(default_factory=lambda: MAX_UNITS)
     pause: Callable[[], None] = _nothing
     held_bytes: int = 0
     tape: list[Tensor] = field(default_factory=list)
@@ -122,16 +122,16 @@ class Run:
         self.spend(elements)
 
 
-_RUN: ContextVar[Run] = ContextVar("run")
+_RUN: ContextVar[GraphRun] = ContextVar("evaluation")
 
 
-def current() -> Run:
+def current() -> GraphRun:
     """Return the evaluation that this thread is in."""
     return _RUN.get()
 
 
 @contextmanager
-def running(run: Run) -> Iterator[Run]:
+def running(run: GraphRun) -> Iterator[GraphRun]:
     """Make ``run`` the current evaluation; floating-point errors give inf and nan, as in torch."""
     token = _RUN.set(run)
     try:

@@ -31,7 +31,7 @@ _OPS = ["placeholder", "get_attr", "call_function", "call_method", "call_module"
 
 
 def bomb(*nodes: tuple[str, str, list[Any]]) -> Any:
-    """A graph of one input that runs these calls; call i is named ``n<i>``, the last is the loss."""
+    """A graph of one input that runs these calls: call i is ``n<i>``, and the last is the loss."""
     found = [{"op": "placeholder", "name": "logprobs", "target": "logprobs"}]
     for i, (op, target, args) in enumerate(nodes):
         found.append({"op": op, "name": f"n{i}", "target": target, "args": args})  # type: ignore[dict-item]

@@ -53,4 +53,8 @@ def theirs(
     value, metrics = loss(leaf, *given)
     value.backward()
     assert leaf.grad is not None
-    return value.item(), leaf.grad.numpy(), {key: float(each.item()) for key, each in metrics.items()}
+    return (
+        value.item(),
+        leaf.grad.numpy(),
+        {key: float(each.item()) for key, each in metrics.items()},
+    )
