@@ -197,7 +197,7 @@ def test_policy_losses_and_custom_losses_train(service, server):
 
 def dpo(logprobs, ref, chosen, rejected):
     moved = logprobs - ref
-    margin = 0.5 * ((moved * chosen).sum() - (moved * rejected).sum())
+    margin = 0.1 * ((moved * chosen).sum() - (moved * rejected).sum())
     loss = -torch.nn.functional.logsigmoid(margin)
     return loss, {"custom/margin:mean": margin, "custom/right:sum": (margin > 0).float()}
 
@@ -215,19 +215,20 @@ def test_a_custom_loss_on_the_server_is_that_of_the_clients_two_phases(service, 
     handle = service.create_custom_loss(dpo, input_ranks=ranks).result()
     assert handle.loss_id is not None
     mine, theirs = new_trainer(service, server), new_trainer(service, server)
-    for _ in range(3):
-        on_server = mine.forward_backward_custom(data, handle)
-        on_client = theirs.forward_backward_custom(data, replace(handle, loss_id=None))
-        norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (mine, theirs)]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-        for name in ("loss:sum", "custom/margin:mean", "custom/right:sum"):
-            found = [each.result().metrics[name] for each in (on_server, on_client)]
-            assert found[0] == pytest.approx(found[1], rel=1e-6)
-        for one, other in zip(
-            on_server.result().loss_fn_outputs, on_client.result().loss_fn_outputs, strict=True
-        ):
-            np.testing.assert_allclose(one["logprobs"].data, other["logprobs"].data, rtol=1e-6)
-    assert "surrogate_loss:sum" not in on_server.result().metrics
+    futures = (
+        mine.forward_backward_custom(data, handle),
+        theirs.forward_backward_custom(data, replace(handle, loss_id=None)),
+    )
+    on_server, on_client = (each.result() for each in futures)
+    for name in ("loss:sum", "custom/margin:mean", "custom/right:sum"):
+        assert on_server.metrics[name] == pytest.approx(on_client.metrics[name], rel=1e-6)
+    for one, other in zip(on_server.loss_fn_outputs, on_client.loss_fn_outputs, strict=True):
+        assert one["logprobs"].data == other["logprobs"].data
+    norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (mine, theirs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    again = mine.forward_backward_custom(data, handle).result()
+    assert again.metrics["loss:sum"] < on_server.metrics["loss:sum"]
+    assert "surrogate_loss:sum" not in on_server.metrics
 
 
 def test_a_graph_with_an_operation_that_is_not_offered_is_refused_by_its_node(service):
