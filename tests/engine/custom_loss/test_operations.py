@@ -1,5 +1,7 @@
 """The operations of custom losses, beside torch: losses, gradients and metrics of the same code."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,21 @@ def test_an_operation_that_is_not_offered_is_refused_with_a_way_out(
 ) -> None:
     with pytest.raises(UserError, match=way_out):
         operations.find(op, target)
+
+
+def test_the_documentation_lists_the_offered_operations() -> None:
+    page = (Path(__file__).parents[3] / "docs/api.md").read_text()
+    section = page.partition("## Custom losses")[2].partition("\n## ")[0]
+    listed = {
+        name.rpartition(".")[2]
+        for line in section.splitlines()
+        if re.match(r"\| (`torch|`tensor|`math|Attributes)", line)
+        for name in re.findall(r"`([\w.]+)`", line.split("|")[2])
+    }
+    offered = {*operations.FUNCTIONS, *operations.METHODS, *scalars.ATTRIBUTES}
+    names = {name.rpartition(".")[2] for name in offered if not name.startswith("operator.")}
+    private = {name for name in names if name.startswith("special_") or name.startswith("linalg_")}
+    assert listed == names - private - {"getattr", "log_sigmoid"}
 
 
 def test_an_argument_that_an_operation_does_not_take_is_refused() -> None:
