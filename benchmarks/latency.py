@@ -99,6 +99,15 @@ def custom_loss_round_trips(server: LocalServer) -> tuple[Callable[[], Any], Cal
     )
 
 
+def custom_losses(server: LocalServer, rounds: int) -> dict[str, list[float]]:
+    """Return the times of a custom loss on the server, and in two phases."""
+    on_server, on_client = custom_loss_round_trips(server)
+    return {
+        "official SDK, custom loss on the server": milliseconds(on_server, rounds),
+        "official SDK, custom loss in two phases": milliseconds(on_client, rounds),
+    }
+
+
 def body(model_id: str, seq_id: int) -> bytes:
     """Return a request with one datum of ``TOKENS`` tokens."""
     tokens = np.arange(TOKENS, dtype="<i4")
@@ -163,14 +172,14 @@ def measure(rounds: int) -> dict[str, list[float]]:
             wait_until_compiled(server)
             figures["HTTP, two calls"] = milliseconds(http_round_trip(server), rounds)
             figures["official SDK"] = milliseconds(sdk_round_trip(server), rounds)
-            on_server, on_client = custom_loss_round_trips(server)
-            figures["official SDK, custom loss on the server"] = milliseconds(on_server, rounds)
-            figures["official SDK, custom loss in two phases"] = milliseconds(on_client, rounds)
+            figures |= custom_losses(server, rounds)
         with slow_disk(), LocalServer(folder) as server:
             wait_until_compiled(server)
             slow = "every commit 4 ms slower"
             figures[f"HTTP, {slow}"] = milliseconds(http_round_trip(server), rounds)
             figures[f"official SDK, {slow}"] = milliseconds(sdk_round_trip(server), rounds)
+            for name, times in custom_losses(server, rounds).items():
+                figures[f"{name}, {slow}"] = times
         figures["bare engine"] = milliseconds(bare_engine(folder), rounds)
     return figures
 
