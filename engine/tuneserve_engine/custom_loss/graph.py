@@ -182,10 +182,8 @@ class _GraphReader:
         kwargs = {key: self._decoded(each, 0, where) for key, each in node.kwargs.items()}
         try:
             function = operations.find(node.op, node.target)
-            if node.target == "getattr" and (len(args) != 2 or args[1] not in scalars.ATTRIBUTES):
-                raise UserError(
-                    f"an attribute that is not offered; use {', '.join(sorted(scalars.ATTRIBUTES))}"
-                )
+            if node.target == "getattr":
+                _check_attribute(args)
             args, kwargs = operations.arguments(function, args, kwargs)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
@@ -263,6 +261,14 @@ class _GraphReader:
                     f"metric {shown(key)} has to be named custom/<name>:sum or custom/<name>:mean, "
                     "in lowercase, and to be a tensor of one element"
                 )
+
+
+def _check_attribute(args: tuple[Any, ...]) -> None:
+    name = args[1] if len(args) == 2 else None
+    if not isinstance(name, str) or name not in scalars.ATTRIBUTES:
+        raise UserError(
+            f"an attribute that is not offered; use {', '.join(sorted(scalars.ATTRIBUTES))}"
+        )
 
 
 def _checked_inputs(inputs: Sequence[_Input]) -> tuple[LossInput, ...]:

@@ -24,8 +24,9 @@ Shape = tuple[int, ...]
 Pull = Callable[[Array], Array]
 """From the gradient by a result to the gradient by what it was computed from."""
 
-MAX_ELEMENTS = 1 << 24
-"""The most elements of one tensor: as many as a request may have targets."""
+MAX_ELEMENTS = 1 << 22
+"""The most elements of one tensor: 65,536 tokens with 64 targets each. A step on so many takes some
+tenths of a second at most."""
 
 MAX_HELD_BYTES = 1 << 28
 """The most bytes of all tensors of one datum, which are kept until its gradient is known."""

@@ -14,6 +14,7 @@ from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import Outcome, Rejection
 from tuneserve_engine.core.records import CustomLossRecord, ModelRecord, SessionRecord
 from tuneserve_engine.custom_loss import graph
+from tuneserve_engine.store.errors import LimitReached
 from tuneserve_server.dependencies import Caller
 from tuneserve_server.http import body
 from tuneserve_server.http.incoming import finished
@@ -23,6 +24,11 @@ LOSS = "custom"
 _MARK = ":loss:"
 _LOSS_ID, _GRAPH = "loss_id", "graph"
 _MOST_CONFIG_BYTES = 4096
+_MOST_BODY_BYTES = 4 * graph.MAX_TEXT_BYTES
+_RETRY_S = 30
+
+MOST_TENANT_LOSSES = 1000
+"""The most custom losses of a tenant, in all its sessions that have not ended."""
 
 
 async def create(
@@ -30,27 +36,46 @@ async def create(
     session: SessionRecord,
     keys: types.CustomLossKey,
     parsed: types.CreateCustomLossRequest | UserError,
+    size: int,
 ) -> str:
     """Store the loss, or the reason why it cannot be run; return the id of its future.
 
-    The id is also that of the loss. A repeated request keeps the first one's loss.
+    The id is also that of the loss. A repeated request keeps the first one's loss. ``size`` is that
+    of the request's body in bytes. Raises ``LimitReached`` beyond ``MOST_TENANT_LOSSES``.
     """
+    key = f"{session.key}{_MARK}{keys.custom_loss_seq_id}"
     text = error = ""
-    try:
-        request = body.accepted(parsed)
-        text = await finished(asyncio.to_thread(_checked, request))
-    except UserError as refusal:
-        error = str(refusal)
-    record = CustomLossRecord(
-        key=f"{session.key}{_MARK}{keys.custom_loss_seq_id}",
-        tenant=session.tenant,
-        parent=session.key,
-        created_s=time.time(),
-        graph=text,
-        error=error,
-    )
-    caller.disk.admit(len(text))
-    return (await caller.store.put_new_record(record)).key
+    # Checking holds up other requests for some milliseconds, and the limit counts one at a time.
+    async with caller.body_memory.turns.wait_for_turn(caller.tenant):
+        await _check_count(caller, key)
+        try:
+            if size > _MOST_BODY_BYTES:
+                raise UserError(
+                    f"the request has {size} bytes; the limit is {_MOST_BODY_BYTES}; make the loss "
+                    "smaller, or run it on the client"
+                )
+            request = body.accepted(parsed)
+            text = await finished(asyncio.to_thread(_checked, request))
+        except UserError as refusal:
+            error = str(refusal)
+        now_s = time.time()
+        record = CustomLossRecord(key, session.tenant, session.key, now_s, text, error)
+        caller.disk.admit(len(text))
+        return (await caller.store.put_new_record(record)).key
+
+
+async def _check_count(caller: Caller, key: str) -> None:
+    """Raise ``LimitReached`` if the loss is new, and its tenant has as many as it may."""
+    if await caller.store.get_record(CustomLossRecord, key) is not None:
+        return
+    losses = await caller.store.page_of_records(CustomLossRecord, tenant=caller.tenant, limit=0)
+    if losses.total >= MOST_TENANT_LOSSES:
+        raise LimitReached(
+            f"you have {losses.total} custom losses in sessions that have not ended, which is the "
+            "limit; nothing was created; finish sessions that you no longer need, and use one loss "
+            "for many requests",
+            _RETRY_S,
+        )
 
 
 def _checked(request: types.CreateCustomLossRequest) -> str:

@@ -27,5 +27,6 @@ async def create_custom_loss(caller: CallerDep, sent: SentJsonDep) -> Response:
     )
     session = await caller.open_session(keys.session_id)
     caller.check_store()
-    request_id = await custom_losses.create(caller, session, keys, parsed)
+    size = sum(map(len, sent.pieces))
+    request_id = await custom_losses.create(caller, session, keys, parsed, size)
     return reply(types.FutureResponse(request_id=request_id))

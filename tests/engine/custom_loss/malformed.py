@@ -70,11 +70,11 @@ BOMBS: dict[str, Any] = {
         ("call_method", "repeat", [LP, 10_000]), ("call_function", "torch.outer", [ref(0), ref(0)])
     ),
     "a huge matmul": bomb(
-        ("call_method", "new_zeros", [LP, 4000, 4000]),
+        ("call_method", "new_zeros", [LP, 2000, 2000]),
         *(("call_function", "torch.matmul", [ref(0), ref(0)]) for _ in range(3)),
     ),
     "an index of indices": bomb(
-        ("call_method", "new_zeros", [LP, 4000, 4000]),
+        ("call_method", "new_zeros", [LP, 2000, 2000]),
         ("call_method", "long", [ref(0)]),
         ("call_function", "operator.getitem", [ref(0), ref(1)]),
     ),
@@ -94,12 +94,12 @@ BOMBS: dict[str, Any] = {
         ("call_method", "size", [LP]), ("call_function", "operator.mul", [ref(0), 10**9])
     ),
     "many parts": bomb(
-        ("call_method", "repeat", [LP, 10**6]), ("call_method", "split", [ref(0), 1])
+        ("call_method", "repeat", [LP, 10**5]), ("call_method", "split", [ref(0), 1])
     ),
     "much kept memory": bomb(
-        ("call_method", "repeat", [LP, 10**6]),
-        *(("call_function", "torch.exp", [ref(i)]) for i in range(100)),
-        ("call_method", "sum", [ref(100)]),
+        ("call_method", "repeat", [LP, 10**5]),
+        *(("call_function", "torch.exp", [ref(i)]) for i in range(120)),
+        ("call_method", "sum", [ref(120)]),
     ),
 }
 

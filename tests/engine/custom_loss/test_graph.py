@@ -57,6 +57,10 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
         node(2, target="getattr", args=[{"ref": "logprobs"}, "__class__"]),
         ["node mul", "attribute"],
     ),
+    "attribute that is no text": (
+        node(2, target="getattr", args=[{"ref": "logprobs"}, {"slice": [None, None, None]}]),
+        ["node mul", "attribute"],
+    ),
     "later node": (node(2, args=[{"ref": "neg"}, 1]), ["node mul", "come before"]),
     "itself": (node(2, args=[{"ref": "mul"}, 1]), ["node mul", "come before"]),
     "name twice": (node(3, name="mul"), ["node 3", "name of its own"]),

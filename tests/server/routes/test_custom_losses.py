@@ -102,12 +102,31 @@ async def test_a_session_has_a_limit_of_losses(service: Any, number: int) -> Non
     assert "custom_loss_seq_id" in response.json()["detail"]
 
 
+async def test_a_tenant_has_a_limit_of_losses(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(custom_losses, "MOST_TENANT_LOSSES", 2)
+    session = await service.session()
+    for number in (0, 1, 0):  # the last is the first again
+        await loss_of(service, session, number)
+    body = created(await service.session(), 0, graph_of())
+    response = await service.call("POST", "/create_custom_loss", json=body)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "30")
+    assert "you have 2 custom losses" in response.json()["detail"]
+    await loss_of(service, await service.session(key="tml-b"), key="tml-b")
+    await service.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
+    assert await service.result(await service.post("/create_custom_loss", body))
+
+
 async def test_a_large_graph_is_refused_with_the_limit(service: Any) -> None:
     graph = graph_of()
     long = ["x" * 60] * 4500
     graph["nodes"][1]["args"] = [*graph["nodes"][1]["args"], long]
     answer = await service.post("/create_custom_loss", created(await service.session(), 0, graph))
     assert "the limit is 262144" in await service.error(answer)
+    graph["nodes"][1]["args"] = [["x" * 60] * 20_000]
+    answer = await service.post("/create_custom_loss", created(await service.session(), 0, graph))
+    assert "the limit is 1048576" in await service.error(answer)
 
 
 async def test_a_loss_of_another_session_or_tenant_is_as_unknown_as_none(service: Any) -> None:
