@@ -225,6 +225,9 @@ async def hostile(service: Any, count: int) -> tuple[int, int, int]:
     inputs = {name: [1.0, 1.0] for name in ("ref", "chosen", "rejected", "mask", "labels")}
     for i, graph in enumerate(malformed.graphs(3, count)):
         if i % 200 == 0:
+            if session:
+                ended = {"reason": {"type": "success"}}
+                await service.post(f"/sessions/{session}/finish", ended, key="tml-hostile")
             session = await service.session(key="tml-hostile")
             model, seq_id = await service.model(session, key="tml-hostile"), 0
         body = created(session, i % 200, graph)
