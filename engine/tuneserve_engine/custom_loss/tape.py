@@ -5,7 +5,7 @@ The gradient of one tensor by another comes from calling these backwards, in the
 NumPy computes each step as it comes, so that no length of a datum has to be compiled.
 
 The limits count elements, not seconds: a request that was within them once is so when it is
-replayed.
+replayed. For the same reason, a release must not lower a limit or drop an operation.
 """
 
 import math
