@@ -37,7 +37,7 @@ CEILINGS = {
         kernels=3_510, temp_bytes=1_597_000_000, chunk=8192
     ),
     ("qwen3-8b", "decode"): Ceiling(kernels=3_660, temp_bytes=35_500_000),
-    ("qwen3-0.6b", "decode"): Ceiling(kernels=2_890, temp_bytes=34_200_000),
+    ("qwen3-0.6b", "decode"): Ceiling(kernels=2_890, temp_bytes=34_600_000),
 }
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from tuneserve_client.wire import account_types, checkpoint_types, run_types, types
+from tuneserve_client.wire import (
+    account_types,
+    checkpoint_types,
+    custom_loss_types,
+    run_types,
+    types,
+)
 from tuneserve_server.openai import types as openai_types
 from tuneserve_server.openai.messages_api import types as messages_types
 from tuneserve_server.openai.responses_api import types as responses_types
@@ -44,7 +50,7 @@ def examples() -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize(("name", "body"), list(examples()))
 def test_every_example_is_a_valid_body_of_its_route(name: str, body: Any) -> None:
     modules = (
-        *(types, run_types, account_types, checkpoint_types),
+        *(types, run_types, account_types, checkpoint_types, custom_loss_types),
         *(openai_types, messages_types, responses_types),
     )
     known = next(vars(module)[name] for module in modules if name in vars(module))

@@ -361,8 +361,8 @@ BUGS = (
     Bug(
         "a draw that repeats its random bits at every step",
         f"{JAX}/sampling/logits.py",
-        "jnp.asarray(rows.seed), _SAMPLES, jnp.asarray(rows.sample), step\n",
-        "jnp.asarray(rows.seed), _SAMPLES, jnp.asarray(rows.sample), jnp.zeros_like(step)\n",
+        "jnp.asarray(rows.seed), stream, jnp.asarray(rows.sample), step\n",
+        "jnp.asarray(rows.seed), stream, jnp.asarray(rows.sample), jnp.zeros_like(step)\n",
         (f"{JAX_TESTS}/sampling/test_logits.py", "-k", "each_change or independent"),
     ),
     Bug(
