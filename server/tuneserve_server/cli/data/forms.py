@@ -1,5 +1,6 @@
 """Forms of a row, recognized by its keys: each becomes a conversation, a text or two texts."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,7 +71,7 @@ def _recognized(place: str, value: Mapping[str, Any], keys: str, renamed: Mappin
     value = {**others, **{new: value[old] for new, old in renamed.items()}}
     # Datasets fill the columns that a row lacks with None.
     has = {name for name, each in value.items() if each is not None}
-    tools = value.get("tools") or None
+    tools = _listed(value.get("tools")) or None
     if tools is not None and not isinstance(tools, list):
         raise ValueError('"tools" is not a list; make it a list of tools, or leave it out')
     if "messages" in has:
@@ -172,6 +173,8 @@ def _message(number: int, message: Any) -> Message:
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         # Datasets fill the keys that a message lacks with None.
         kept = {k: v for k, v in message.items() if v is not None}
+        if kept.get("tool_calls"):
+            kept["tool_calls"] = _tool_calls(number, kept["tool_calls"])
         content = kept.get("content")
         if isinstance(content, str):
             return kept
@@ -190,6 +193,50 @@ def _message(number: int, message: Any) -> Message:
         f'message {number} needs a string as "role" and one as "content"; its keys are {found}; '
         f"{way_out}"
     )
+
+
+def _listed(value: Any) -> Any:
+    """Return the list that a string has as JSON; any other value as it is."""
+    parsed = _json_in(value)
+    return parsed if isinstance(parsed, list) else value
+
+
+def _json_in(value: Any) -> Any:
+    """Return the JSON value that a string has, or None."""
+    try:
+        return json.loads(value) if isinstance(value, str) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _tool_calls(number: int, calls: Any) -> list[Any]:
+    """Return the calls with objects as arguments, as chat templates expect them.
+
+    In OpenAI's form, the arguments are a string with the object as JSON.
+    """
+    found = _listed(calls)
+    if not isinstance(found, list) or not all(isinstance(call, dict) for call in found):
+        raise ValueError(
+            f'"tool_calls" of message {number} is not a list of objects; correct the message'
+        )
+    return [
+        {**call, "function": _with_arguments(number, call["function"])}
+        if isinstance(call.get("function"), dict)
+        else _with_arguments(number, call)
+        for call in found
+    ]
+
+
+def _with_arguments(number: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(function.get("arguments"), str):
+        return function
+    arguments = _json_in(function["arguments"])
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f'message {number} has a tool call whose "arguments" are no JSON object; write them '
+            'as one, such as {"city": "Paris"}'
+        )
+    return {**function, "arguments": arguments}
 
 
 def _part(number: int, part: Any) -> str:

@@ -4,12 +4,12 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_JSON_COLUMNS = ("messages", "conversations", "tools")
+_JSON_COLUMNS = ("messages", "conversations")
 _ONE_A_LINE = "write each row as one JSON object, on a line of its own"
 
 
@@ -51,7 +51,7 @@ def open_source(data: str) -> RowSource:
     check_exists(data)
     values = _dataset(data, path)
     text = json.dumps(values, default=str, sort_keys=True)
-    rows = [_parsed(f"row {n}", value) for n, value in enumerate(values, 1)]
+    rows = [_parsed(f"row {n}", _without_nulls(value)) for n, value in enumerate(values, 1)]
     return RowSource(data, hashlib.sha256(text.encode()).hexdigest()[:16], rows)
 
 
@@ -93,6 +93,20 @@ def _whole(content: bytes) -> Any:
 
 def _parsed(place: str, value: Any) -> RawRow:
     return RawRow(place, lambda: value)
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without the nulls inside its columns.
+
+    Columns have a null for each key that an object lacks and that one of another row has.
+    """
+    return {name: _kept(value) for name, value in row.items()}
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _kept(each) for name, each in value.items() if each is not None}
+    return [_kept(each) for each in value] if isinstance(value, list) else value
 
 
 def _json(text: bytes, way_out: str = _ONE_A_LINE) -> Any:

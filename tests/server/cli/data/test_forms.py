@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import transformers
 
@@ -104,6 +106,61 @@ def test_the_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
     assert '"sail"' in tokenizer.decode(datum.tokens.tolist())
 
 
+CALLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ (call.function or call).arguments | tojson }}"
+    "{% endfor %};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A chat template that writes tools and arguments as JSON, as those of Qwen2.5 and Llama do."""
+
+
+def rendered(rows: Rows) -> list[str]:
+    tokenizer = Tokenizer((TINY_MODEL / "tokenizer.json").read_text(), template=CALLS)
+    data = encode(rows, tokenizer, limit=500, cut=False)
+    whole = ([*each.tokens.tolist(), each.targets.tolist()[-1]] for each in data)
+    return [tokenizer.decode(tokens, skip_special=False) for tokens in whole]
+
+
+def calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
+def test_arguments_of_a_tool_call_are_an_object_or_its_json(tmp_path: Path, arguments: Any) -> None:
+    call = {"name": "look", "arguments": arguments}
+    for each in (call, {"type": "function", "function": call}):
+        (text,) = rendered(rows_of(tmp_path, calling(each)))
+        assert text == 'user:Hello;assistant:{"city": "Paris"};'
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_nulls_that_columns_add_to_tools_and_calls_are_left_out(tmp_path: Path) -> None:
+    def row(**arguments: str) -> dict[str, Any]:
+        parameters = {"properties": {name: {"type": "string"} for name in arguments}}
+        tool = {"name": "look", "parameters": parameters}
+        return {**calling({"function": {"arguments": arguments}}), "tools": [tool]}
+
+    values = [row(city="Paris"), row(zip="75001"), row()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), str(tmp_path / "a.parquet"))
+    texts = rendered(read_rows(str(tmp_path / "a.parquet")))
+    assert texts == rendered(rows_of(tmp_path, *values))
+    assert texts[0].endswith('user:Hello;assistant:{"city": "Paris"};')
+
+
+def test_tools_may_be_a_string_of_json(tmp_path: Path) -> None:
+    tools = json.dumps([{"name": "sail"}])
+    rows = rows_of(tmp_path, {"messages": CHAT, "tools": tools}, {"messages": CHAT, "tools": ""})
+    first, second = rendered(rows)
+    assert first == f'{{"name": "sail"}};{second}'
+    (tmp_path / "a.csv").write_text(
+        'messages,functions\n"{}","{}"\n'.format(
+            *(text.replace('"', '""') for text in (json.dumps(CHAT), tools))
+        )
+    )
+    assert rendered(read_rows(str(tmp_path / "a.csv"), {"tools": "functions"})) == [first]
+
+
 def test_columns_are_renamed(tmp_path: Path) -> None:
     renamed = {"prompt": "question", "completion": "answer"}
     rows = rows_of(tmp_path, {"question": "Hello", "answer": " Ahoy!"}, renamed=renamed)
@@ -145,6 +202,11 @@ TURNS = "conversations"
         ({"messages": [HUMAN, ANSWER]}, ['the role "human"', "user, assistant", "rename"]),
         ({"messages": [{**ASKED, "content": [{"type": "image"}]}]}, ["'image'", "text parts"]),
         ({"messages": CHAT, "tools": "sail"}, ['"tools" is not a list']),
+        ({"messages": CHAT, "tools": '{"name": "sail"}'}, ['"tools" is not a list']),
+        (calling({"function": {"arguments": "Paris"}}), ["message 2", '"arguments"', "as one"]),
+        (calling({"arguments": "[1]"}), ["message 2", '"arguments"', "as one"]),
+        ({"messages": [ASKED, {**ANSWER, "tool_calls": "sail"}]}, ["message 2", "list of objects"]),
+        ({"messages": [ASKED, {**ANSWER, "tool_calls": ["a"]}]}, ["message 2", "list of objects"]),
         ({TURNS: "a"}, ['"conversations" is not a list']),
         ({TURNS: [{"role": "user"}]}, ['needs "from" and "value"', 'keys are "role"']),
         ({TURNS: [{"from": "human", "value": "a"}]}, ['role "assistant"']),
