@@ -13,6 +13,7 @@ from tuneserve_server.cli.output import print_json_line
 from tuneserve_server.cli.time_estimate import TimeEstimate
 from tuneserve_server.cli.train_rows import Rows
 
+_SHOWN_COLUMNS = 10
 _SHOWN_TOKENS = 400
 
 
@@ -32,6 +33,8 @@ class Preview:
     steps: int
     duplicates: int
     empty_answers: int
+    unused_columns: list[str]
+    """The columns that are not trained on, nor part of a prompt."""
     time: TimeEstimate | None
     example: list[tuple[str, bool]]
     """Parts of the first row, each with whether it is trained on."""
@@ -61,6 +64,7 @@ class Preview:
             steps=steps,
             duplicates=len(rows) - len(copies),
             empty_answers=sum(row.is_answer_empty for row in rows),
+            unused_columns=data.unused,
             time=time,
             example=_parts(datums[0], decoder),
         )
@@ -84,6 +88,11 @@ class Preview:
         ):
             if count:
                 text.append(f"{name}: {count:,}\n", style="yellow")
+        if unused := self.unused_columns:
+            names = ", ".join(unused[:_SHOWN_COLUMNS])
+            more = len(unused) - _SHOWN_COLUMNS
+            rest = f" and {more:,} more" if more > 0 else ""
+            text.append(f"columns not used: {names}{rest}\n", style="yellow")
         for part, is_trained in self.example:
             plain = part if console.is_terminal or not is_trained else f"«{part}»"
             text.append(plain, style="green" if is_trained else "dim")

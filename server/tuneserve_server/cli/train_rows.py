@@ -40,6 +40,11 @@ class Rows:
     bad: list[str] = field(default_factory=list)
     """The places and reasons of bad rows so far."""
 
+    @property
+    def unused(self) -> list[str]:
+        """The columns that the forms of the rows do not read, in the order of the data."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.unused))
+
 
 def read_rows(
     data: str, renamed: Mapping[str, str] | None = None, *, skip_bad: bool = False

@@ -18,6 +18,7 @@ REFERENCE = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
 ASKED = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": "Ahoy!"}
 CHAT = [ASKED, ANSWER]
+SYSTEM = {"role": "system", "content": "Be brief"}
 PART = [{"type": "text", "text": "Ahoy!"}]
 CALL = [{"type": "function", "function": {"name": "sail", "arguments": {"to": "Rum"}}}]
 
@@ -47,6 +48,33 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             ]
         },
         [{"role": "system", "content": "Be brief"}, *CHAT],
+    ),
+    "sharegpt with a system column": (
+        {
+            "system": "Be brief",
+            "conversations": [
+                {"from": "human", "value": "Hello"},
+                {"from": "gpt", "value": "Ahoy!"},
+            ],
+        },
+        [SYSTEM, *CHAT],
+    ),
+    "alpaca with a system column": (
+        {"system": "Be brief", "instruction": "Hello", "output": "Ahoy!"},
+        [SYSTEM, *CHAT],
+    ),
+    "alpaca with history": (
+        {"history": [["Hello", "Arr."]], "instruction": "Hello", "output": "Ahoy!"},
+        [ASKED, {**ANSWER, "content": "Arr."}, *CHAT],
+    ),
+    "alpaca without system or history": (
+        {"system": "", "history": [], "instruction": "Hello", "output": "Ahoy!"},
+        CHAT,
+    ),
+    "messages with a system column": ({"messages": CHAT, "system": "Be brief"}, [SYSTEM, *CHAT]),
+    "the same system twice": (
+        {"messages": [SYSTEM, *CHAT], "system": "Be brief"},
+        [SYSTEM, *CHAT],
     ),
     "content parts": ({"messages": [ASKED, {**ANSWER, "content": PART}]}, CHAT),
     "tool call": (
@@ -80,8 +108,38 @@ def test_a_form_has_the_tokens_of_its_conversation(tmp_path: Path, form: str) ->
 
 def test_only_the_completion_of_a_conversation_is_trained_on(tmp_path: Path) -> None:
     row = {"prompt": [*CHAT, ASKED], "completion": [{**ANSWER, "content": "Arr."}]}
-    (datum,) = encode(rows_of(tmp_path, row), TOKENIZER, limit=500, cut=False)
-    assert trained_text(datum) == f"Arr.{REFERENCE.eos_token}"
+    rows = rows_of(tmp_path, row, {**row, "system": "Be brief"})
+    for datum in encode(rows, TOKENIZER, limit=500, cut=False):
+        assert trained_text(datum) == f"Arr.{REFERENCE.eos_token}"
+
+
+def test_every_answer_of_a_history_is_trained_on(tmp_path: Path) -> None:
+    history = [["Hello", "Arr."], ["And?", "Yo."]]
+    row = {"history": history, "instruction": "Hello", "output": "Ahoy!"}
+    (tmp_path / "a.csv").write_text(
+        'instruction,output,history\nHello,Ahoy!,"{}"\n'.format(
+            json.dumps(history).replace('"', '""')
+        )
+    )
+    for rows in (rows_of(tmp_path, row), read_rows(str(tmp_path / "a.csv"))):
+        (datum,) = encode(rows, TOKENIZER, limit=500, cut=False)
+        end = REFERENCE.eos_token
+        assert trained_text(datum) == f"Arr.{end}Yo.{end}Ahoy!{end}"
+
+
+def test_columns_that_a_form_does_not_read_are_named_once(tmp_path: Path) -> None:
+    beside = {"system": "Be brief", "tools": [{"name": "sail"}]}
+    conversations = [
+        {"messages": CHAT, "id": 0, "source": None, **beside},
+        {"instruction": "Hello", "input": "", "output": "Ahoy!", "id": 1, "note": "", **beside},
+    ]
+    assert rows_of(tmp_path, *conversations).unused == ["id"]
+    texts = {"prompt": "Hello", "completion": "Ahoy!", "history": [["a", "b"]], **beside}
+    rows = rows_of(tmp_path, *conversations, texts, {"text": "Ahoy!", "input": "a"})
+    assert rows.unused == ["id", "history", "system", "tools", "input"]
+    renamed = {"completion": "a", "other": "b"}
+    rows = rows_of(tmp_path, {"prompt": "Hello", "a": "Ahoy!", "b": 1}, renamed=renamed)
+    assert rows.unused == ["b"]
 
 
 def test_every_token_of_a_text_is_trained_on(tmp_path: Path) -> None:
@@ -190,6 +248,10 @@ TURNS = "conversations"
         ({"instruction": "a"}, ['there is no "output"', 'keys are "instruction"']),
         ({"output": "a"}, ['there is no "instruction"', 'keys are "output"']),
         ({"instruction": "a", "input": 7, "output": "b"}, ['"input" is not a string']),
+        ({"instruction": "a", "output": "b", "history": "c"}, ['"history" is not a list']),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, ['"history" is not a list']),
+        ({"instruction": "a", "output": "b", "system": 7}, ['"system" is not a string']),
+        ({"messages": [SYSTEM, *CHAT], "system": "Be long"}, ['"system" differs', "leave one"]),
         ({"text": 7}, ['"text" is not a string', 'keys are "text"']),
         ({"text": ""}, ["there is nothing to learn"]),
         ({"messages": "a"}, ['"messages" is not a list']),
