@@ -139,7 +139,7 @@ def _datums(row: Row, tokenizer: Encoder) -> list[Datum]:
     return [
         chat_datum(tokenizer, row.messages[:turn], **options)
         for turn in turns
-        if turn > row.learn_from
+        if turn > max(row.learn_from, 1)  # one that opens the conversation answers nothing
     ]
 
 

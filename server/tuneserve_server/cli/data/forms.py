@@ -47,7 +47,7 @@ class Row:
             return not self.completion.strip()
         return any(
             each["role"] == "assistant" and not each["content"].strip() and "tool_calls" not in each
-            for each in self.messages[self.learn_from :]
+            for each in self.messages[max(self.learn_from, 1) :]
         )
 
 
@@ -216,6 +216,11 @@ def _messages(value: Any, name: str, learn_from: int = 0) -> list[Message]:
     said = [_message(number, message) for number, message in enumerate(value, 1)]
     if not any(message["role"] == "assistant" for message in said[learn_from:]):
         raise ValueError('there is no message with the role "assistant" to train on; add an answer')
+    if not any(message["role"] == "assistant" for message in said[1:]):
+        raise ValueError(
+            f'the only message of the assistant opens "{name}", so it answers nothing; put the '
+            "message that it answers before it"
+        )
     return said
 
 

@@ -49,6 +49,16 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         [{"role": "system", "content": "Be brief"}, *CHAT],
     ),
+    "sharegpt that opens with gpt": (
+        {
+            "conversations": [
+                {"from": "gpt", "value": "Yo."},
+                {"from": "human", "value": "Hello"},
+                {"from": "gpt", "value": "Ahoy!"},
+            ]
+        },
+        [{**ANSWER, "content": "Yo."}, *CHAT],
+    ),
     "sharegpt with a system column": (
         {
             "system": "Be brief",
@@ -103,7 +113,7 @@ def test_a_form_has_the_tokens_of_its_conversation(tmp_path: Path, form: str) ->
     expected = REFERENCE(text, add_special_tokens=False)["input_ids"]
     assert [*datum.tokens.tolist(), datum.targets.tolist()[-1]] == expected
     assert trained_text(datum).endswith(f"Ahoy!{REFERENCE.eos_token}")
-    assert "Hello" not in trained_text(datum)
+    assert not any(text in trained_text(datum) for text in ("Hello", "Yo."))
 
 
 def test_only_the_completion_of_a_conversation_is_trained_on(tmp_path: Path) -> None:
@@ -140,6 +150,22 @@ def test_columns_that_a_form_does_not_read_are_named_once(tmp_path: Path) -> Non
     renamed = {"completion": "a", "other": "b"}
     rows = rows_of(tmp_path, {"prompt": "Hello", "a": "Ahoy!", "b": 1}, renamed=renamed)
     assert rows.unused == ["b"]
+
+
+def test_an_opening_message_of_the_assistant_is_no_answer_to_a_forgetful_template(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{% endif %}{% for m in messages %}{{ m.role }}:"
+        "{{ m.content if loop.last else m.content.split('|')[-1] }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = Tokenizer((TINY_MODEL / "tokenizer.json").read_text(), template=template)
+    opening, thought = ({**ANSWER, "content": text} for text in ("hm|Yo.", "so|Arr."))
+    rows = rows_of(tmp_path, {"messages": [opening, ASKED, thought, *CHAT]})
+    first, second = encode(rows, tokenizer, limit=500, cut=False)
+    assert [trained_text(each) for each in (first, second)] == ["so|Arr.;", "Ahoy!;"]
+    assert "hm" not in tokenizer.decode(first.tokens.tolist())
 
 
 def test_every_token_of_a_text_is_trained_on(tmp_path: Path) -> None:
@@ -258,6 +284,8 @@ TURNS = "conversations"
         ({"messages": [7]}, ["message 1 needs", "its keys are none"]),
         ({"messages": []}, ['role "assistant"', "add an answer"]),
         ({"messages": [ASKED]}, ['role "assistant"', "add an answer"]),
+        ({"messages": [ANSWER]}, ['opens "messages"', "answers nothing"]),
+        ({"prompt": [], "completion": [ANSWER, ASKED]}, ["opens", "answers nothing"]),
         ({"messages": [{"role": "user"}, ANSWER]}, ["message 1 needs", 'keys are "role"']),
         ({"messages": [{**ANSWER, "content": None}]}, ["message 1 needs"]),
         ({"messages": [{"from": "human", "value": "a"}]}, ['keys are "from", "value"']),
