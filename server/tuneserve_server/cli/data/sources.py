@@ -4,12 +4,18 @@ import csv
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _JSON_COLUMNS = ("messages", "conversations")
+_FILE_SUFFIXES = frozenset(
+    ".arrow .bz2 .csv .gz .json .jsonl .ndjson .parquet .tar .tsv .txt .xlsx .xz .zip .zst".split()
+)
+"""The ends of names that are those of a file that is missing, not of a dataset's id."""
+_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _ONE_A_LINE = "write each row as one JSON object, on a line of its own"
 
 
@@ -58,8 +64,8 @@ def open_source(data: str) -> RowSource:
 def check_exists(data: str) -> None:
     """Raise ``NoSource`` if the data is neither a path that exists nor like a dataset id."""
     path = Path(data)
-    is_id = data.count("/") == 1 and not path.suffix and not data.startswith((".", "/"))
-    if not path.exists() and not is_id:
+    is_file_name = path.suffix.lower() in _FILE_SUFFIXES
+    if not path.exists() and (is_file_name or not _ID.fullmatch(data)):
         raise NoSource(
             f"{data} does not exist; give a file, a directory, or a dataset id such as owner/name"
         )

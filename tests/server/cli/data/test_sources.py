@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tuneserve_server.cli.data.sources import NoSource, open_source
+from tuneserve_server.cli.data.sources import NoSource, check_exists, open_source
 
 ROWS = [
     {"prompt": "Hello, you", "completion": "Ahoy"},
@@ -66,6 +66,23 @@ def test_data_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[1,")
     with pytest.raises(NoSource, match="JSON array cannot be read"):
         open_source(str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("name", ["teknium/OpenHermes-2.5", "openai/gsm8k", "a.b/c.d-1_x"])
+def test_dataset_ids_may_have_dots(name: str) -> None:
+    check_exists(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("data/rows.jsonl", "data/rows.JSON", "data/rows.parquet", "data/rows.jsonl.gz"),
+        *("./rows", "../rows", "/tmp/nope", "~/rows", "rows", "a/b/c", "data/", "a b/c"),
+    ],
+)
+def test_a_file_that_is_missing_is_no_dataset_id(name: str) -> None:
+    with pytest.raises(NoSource, match="does not exist; give a file, a directory, or a dataset id"):
+        check_exists(name)
 
 
 def test_a_csv_row_with_other_cells_than_the_header_is_bad(tmp_path: Path) -> None:
