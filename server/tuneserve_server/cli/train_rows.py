@@ -27,7 +27,7 @@ _SHOWN_BAD = 10
 
 
 class BadRows(Exception):
-    """Rows that cannot be trained on: the first ones, the reasons, and their number."""
+    """Rows that cannot be trained on: the first ones, with a reason per line, and their number."""
 
 
 @dataclass
@@ -109,7 +109,8 @@ def _each(
         try:
             found.append(read(item))
         except ValueError as error:
-            bad.append(f"{rows.name} {place(item)}: {error}")
+            reason = " ".join(str(error).split())
+            bad.append(f"{rows.name} {place(item)}: {reason}")
     rows.bad += bad
     if not bad or (rows.skip_bad and found):
         return found

@@ -44,7 +44,7 @@ def fine_tune(asked: TrainOptions) -> None:
     except NoSource as error:
         end(str(error), REFUSED)
     except BadRows as error:
-        end(str(error), FAILED)
+        end(str(error), FAILED, keep_lines=True)
     except OSError as error:
         end(f"cannot read {asked.data}: {error.strerror}", FAILED)
 
