@@ -47,19 +47,25 @@ class Rows:
 
 
 def read_rows(
-    data: str, renamed: Mapping[str, str] | None = None, *, skip_bad: bool = False
+    data: str,
+    renamed: Mapping[str, str] | None = None,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    skip_bad: bool = False,
 ) -> Rows:
     """Return all rows of the data. Raises ``BadRows``, ``NoSource`` and ``OSError``.
 
-    ``renamed`` has the column of the data for each name that a form expects.
+    ``renamed`` has the column of the data for each name that a form expects. ``config`` and
+    ``split`` name a configuration and a split of a dataset.
     """
-    source = open_source(data)
+    source = open_source(data, config, split)
     if not source.rows:
         raise BadRows(f"{data} has no rows; each row must be {SHAPES}")
     digest = source.digest
     if renamed:
         digest = hashlib.sha256(f"{digest}{sorted(renamed.items())}".encode()).hexdigest()[:16]
-    rows = Rows(data, digest, [], skip_bad)
+    rows = Rows(f"{data} split {split}" if split else data, digest, [], skip_bad)
     rows.rows = _each(
         rows,
         source.rows,

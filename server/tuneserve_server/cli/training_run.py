@@ -38,7 +38,13 @@ _INTERRUPTED = 130  # a shell's status of a command that Ctrl-C ended
 def fine_tune(asked: TrainOptions) -> None:
     """Train as asked. Any failure ends the command with its reason."""
     try:
-        rows = read_rows(asked.data, asked.renamed, skip_bad=asked.skip_bad)
+        rows = read_rows(
+            asked.data,
+            asked.renamed,
+            config=asked.config,
+            split=asked.split,
+            skip_bad=asked.skip_bad,
+        )
         with connected(asked.url, asked.api_key, deadline_s=PATIENT_S, name=asked.name) as client:
             _train(client, rows, asked)
     except NoSource as error:
@@ -99,6 +105,8 @@ def _config(plan: TrainPlan, asked: TrainOptions) -> dict[str, Any]:
         **asdict(plan.recipe),
         **asked.adapter,
         "data": asked.data,
+        "data_config": asked.config,
+        "data_split": asked.split,
         "data_digest": plan.recipe.data,
         "rows": len(plan.rows.rows),
         "held_out_rows": plan.held_out_count,
@@ -132,6 +140,7 @@ def _carry_out(client: Client, run: TrainingLoop, asked: TrainOptions, reports: 
         return
     more = [] if asked.save == SAVED_AS else ["--save", asked.save]
     more += ["--export", str(asked.export)] if asked.export else []
+    more += asked.part
     more += ["--map", asked.columns] if asked.columns else []
     more += ["--skip-bad"] if asked.skip_bad else []
     for tracker in asked.report_to:
