@@ -27,6 +27,8 @@ class Preview:
     held_out: int
     """The number of held-out rows, beside those to train on."""
     skipped: int
+    cut: int
+    """The number of rows that are longer than the limit, and lose their end."""
     tokens: int
     longest: int
     trained_share: float
@@ -58,6 +60,7 @@ class Preview:
             rows=len(rows),
             held_out=held_out,
             skipped=len(data.bad),
+            cut=data.cut,
             tokens=tokens,
             longest=max(map(len, datums)),
             trained_share=round(trained / tokens, 4),
@@ -83,6 +86,7 @@ class Preview:
         text.append(f"estimated time: {time}\n")
         for count, name in (
             (self.skipped, "bad rows skipped"),
+            (self.cut, "rows cut by --max-tokens"),
             (self.duplicates, "duplicate rows"),
             (self.empty_answers, "rows with an empty answer"),
         ):

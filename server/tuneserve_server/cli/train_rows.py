@@ -39,6 +39,8 @@ class Rows:
     skip_bad: bool = False
     bad: list[str] = field(default_factory=list)
     """The places and reasons of bad rows so far."""
+    cut: int = 0
+    """The number of rows that were cut to fit."""
 
     @property
     def unused(self) -> list[str]:
@@ -84,11 +86,12 @@ def encode(rows: Rows, tokenizer: Encoder, *, limit: int, cut: bool) -> list[Dat
 
     roles = known_roles(tokenizer) if any(row.messages for row in rows.rows) else []
 
-    def datums(row: Row) -> tuple[Row, list[Datum]]:
+    def datums(row: Row) -> tuple[Row, list[Datum], bool]:
         try:
             if roles:
                 check_roles(row, roles)
-            found = [_within(each, limit, cut=cut) for each in _datums(row, tokenizer)]
+            whole = _datums(row, tokenizer)
+            found = [_within(each, limit, cut=cut) for each in whole]
             if not any(each.inputs["weights"].any() for each in found):
                 raise ValueError(
                     "there is nothing to learn: the answer is empty or beyond the limit; add an "
@@ -96,11 +99,12 @@ def encode(rows: Rows, tokenizer: Encoder, *, limit: int, cut: bool) -> list[Dat
                 )
         except ValueError as error:
             raise with_keys(error, row.keys) from None
-        return row, found
+        return row, found, any(len(each) > limit for each in whole)
 
     encoded = _each(rows, rows.rows, lambda row: row.place, datums)
-    rows.rows = [row for row, _ in encoded]
-    return [datum for _, found in encoded for datum in found if datum.inputs["weights"].any()]
+    rows.rows = [row for row, _, _ in encoded]
+    rows.cut = sum(is_cut for _, _, is_cut in encoded)
+    return [datum for _, found, _ in encoded for datum in found if datum.inputs["weights"].any()]
 
 
 def _each(

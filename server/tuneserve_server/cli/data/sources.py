@@ -141,6 +141,7 @@ def _csv(content: bytes) -> Iterator[RawRow]:
         raise NoSource("the CSV file is not UTF-8; save it as UTF-8") from None
     header = text.partition("\n")[0]
     between = next((each for each in ",;\t" if each in header), ",")
+    csv.field_size_limit(max(len(text), csv.field_size_limit()))
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=between)
     try:
         for value in reader:

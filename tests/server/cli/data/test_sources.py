@@ -156,6 +156,15 @@ def test_a_csv_row_with_other_cells_than_the_header_is_bad(tmp_path: Path) -> No
         row.read()
 
 
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    text = "a" * 200_000  # the csv module's own limit is 131,072 characters
+    (tmp_path / "a.csv").write_text(f"text,id\n{text},1\nb\n")
+    long, broken = open_source(str(tmp_path / "a.csv")).rows
+    assert long.read() == {"text": text, "id": "1"}
+    with pytest.raises(ValueError, match="as many cells as the header"):
+        broken.read()
+
+
 @pytest.mark.parametrize(("name", "between"), [("a.csv", ";"), ("a.tsv", "\t"), ("b.csv", "\t")])
 def test_columns_may_have_semicolons_or_tabs_between_them(
     tmp_path: Path, name: str, between: str
