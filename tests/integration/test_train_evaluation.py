@@ -350,6 +350,12 @@ def test_a_run_without_room_for_checkpoints_goes_on_and_says_so(rows, server, mo
     assert result.stderr.count("cannot sample: you have 1 checkpoints") == 3
 
 
+def test_a_run_with_json_output_names_columns_that_are_not_used(tmp_path):
+    rows = write(tmp_path, "rows.jsonl", [{**answered("snow", "white"), "id": 7, "system": "Arr"}])
+    said = called("train", rows, *QUICK, "--json").stderr
+    assert said == "columns not used: id, system\n"
+
+
 def test_without_evaluation_the_verdict_is_on_the_training_loss(rows):
     steps, _, ended = trained(rows, *QUICK, "--learning-rate", "0.01", "--epochs", "4")
     first, last = steps[0]["loss"], steps[-1]["loss"]

@@ -93,14 +93,18 @@ class Preview:
             if count:
                 text.append(f"{name}: {count:,}\n", style="yellow")
         if unused := self.unused_columns:
-            names = ", ".join(unused[:_SHOWN_COLUMNS])
-            more = len(unused) - _SHOWN_COLUMNS
-            rest = f" and {more:,} more" if more > 0 else ""
-            text.append(f"columns not used: {names}{rest}\n", style="yellow")
+            text.append(f"columns not used: {shortened(unused)}\n", style="yellow")
         for part, is_trained in self.example:
             plain = part if console.is_terminal or not is_trained else f"«{part}»"
             text.append(plain, style="green" if is_trained else "dim")
         console.print(text, soft_wrap=True)
+
+
+def shortened(columns: Sequence[str]) -> str:
+    """Return the names of the first columns, and the number of the others."""
+    more = len(columns) - _SHOWN_COLUMNS
+    rest = f" and {more:,} more" if more > 0 else ""
+    return ", ".join(columns[:_SHOWN_COLUMNS]) + rest
 
 
 def _parts(datum: Datum, decoder: TokenDecoder) -> list[tuple[str, bool]]:

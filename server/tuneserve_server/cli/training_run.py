@@ -25,7 +25,7 @@ from tuneserve_server.cli.run_events import record_event, record_outcome
 from tuneserve_server.cli.time_estimate import TimeEstimate
 from tuneserve_server.cli.train_options import SAVED_AS, TrainOptions
 from tuneserve_server.cli.train_plan import TrainPlan, plan_of
-from tuneserve_server.cli.train_preview import Preview
+from tuneserve_server.cli.train_preview import Preview, shortened
 from tuneserve_server.cli.train_rows import BadRows, Rows, read_rows
 from tuneserve_server.cli.train_view import view_of
 from tuneserve_server.cli.training_loop import TrainingLoop
@@ -69,8 +69,11 @@ def _train(client: Client, rows: Rows, asked: TrainOptions) -> None:
             time=TimeEstimate.of(client, plan.base_model, plan.tokens_left),
         )
         shown.show(Console(), as_json=asked.as_json)
-    elif rows.bad:
-        typer.echo(f"bad rows skipped: {len(rows.bad)}", err=True)
+    else:
+        if rows.bad:
+            typer.echo(f"bad rows skipped: {len(rows.bad)}", err=True)
+        if rows.unused:
+            typer.echo(f"columns not used: {shortened(rows.unused)}", err=True)
     if asked.dry_run:
         return
     model = _model(client, plan, asked)
