@@ -95,6 +95,7 @@ bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/result
 	$(BIN)/python benchmarks/train.py --threads 1 $(ARGS)
 	$(BIN)/python benchmarks/tenants.py $(ARGS)
 	$(BIN)/python benchmarks/sample.py $(ARGS)
+	$(BIN)/python benchmarks/forms.py $(ARGS)
 	$(BIN)/python benchmarks/decode.py $(ARGS)
 	$(BIN)/python benchmarks/compile.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)

@@ -226,7 +226,7 @@ class Catalog:
         await self.transport.call("PUT", f"{_route(path)}/ttl", body=body, headers=_JSON)
 
     async def publish(self, path: str, *, public: bool = True) -> None:
-        """Mark a checkpoint as public or not; on this server the mark gives no access."""
+        """Let every tenant of the server that knows the path read a checkpoint, or end that."""
         await self.transport.call("POST" if public else "DELETE", f"{_route(path)}/publish")
 
     async def import_peft(

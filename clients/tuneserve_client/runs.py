@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-RunOutcome = Literal["finished", "stopped", "diverged"]
+RunOutcome = Literal["finished", "stopped", "diverged", "failed"]
 """The end of a run, as its training loop reports it."""
 RunState = Literal["running", "finished", "stopped", "failed", "diverged"]
 RunOrder = Literal[

@@ -141,6 +141,7 @@ class AsyncSampler:
             body["prompt"] = prompt
         elif _is_conversation(prompt):
             body |= {"messages": list(prompt), "chat_template_kwargs": template}
+            body["separate_reasoning"] = False  # the pieces are the text as it is drawn
             path = "/v1/chat/completions"
         else:
             body["prompt"] = as_tokens(cast(Tokens, prompt)).tolist()

@@ -82,6 +82,10 @@ class Session:
             body=body,
             headers={"X-Idempotency-Key": uuid.uuid4().hex},
         )
+        if opened.info_message:
+            logger.info("the server says: %s", opened.info_message)
+        if opened.warning_message:
+            logger.warning("the server says: %s", opened.warning_message)
         self._beating = asyncio.create_task(self._beat(opened.session_id))
         return opened.session_id
 

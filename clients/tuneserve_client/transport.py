@@ -96,6 +96,8 @@ class Transport:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"the address is {base_url!r}; it must begin with http:// or https://")
         # httpx quotes a header that it refuses, so the key would end up in logs.
         if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
             raise ValueError(

@@ -127,8 +127,11 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
             "trained_head": head_blocks,
             "first_blocks": 1,
             "pages": (load.context - 1 + STEPS_PER_DISPATCH) // pages + 1,
+            "steps": STEPS_PER_DISPATCH,
         },
-        is_taken=dict.fromkeys(("gspo", "top_k", "top_p", "top_tokens", "logit_edits"), False),
+        is_taken=dict.fromkeys(
+            ("gspo", "top_k", "top_p", "top_tokens", "logit_edits", "token_masks"), False
+        ),
         attention_flops=2 * config.heads * config.head_dim * load.tokens * load.datum_tokens,
         page_bytes=load.slots * load.context * position_bytes,
         adapters=adapters,

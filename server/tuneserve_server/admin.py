@@ -22,6 +22,7 @@ from tuneserve_engine.store.base import Store
 from tuneserve_engine.store.errors import StoreUnusable
 from tuneserve_server import errors
 from tuneserve_server.access import auth
+from tuneserve_server.access.audit_log import AuditLog
 from tuneserve_server.access.tenant_names import TENANT_PATTERN
 from tuneserve_server.cleanup.unused_files import UnusedFiles
 
@@ -92,6 +93,7 @@ def create_admin_app(
     app.state.pepper = pepper
     app.state.unused = unused
     app.state.on_key = on_key
+    app.state.audit = AuditLog(store)
     app.include_router(router)
     errors.install(app)
     return app
@@ -102,7 +104,13 @@ async def _store(request: Request) -> Store:
     return store
 
 
+async def _audit(request: Request) -> AuditLog:
+    audit: AuditLog = request.app.state.audit
+    return audit
+
+
 StoreDep = Annotated[Store, Depends(_store)]
+AuditDep = Annotated[AuditLog, Depends(_audit)]
 
 # --- keys ---------------------------------------------------------------------------------------
 
@@ -122,7 +130,7 @@ def _shown(key: KeyRecord) -> dict[str, Any]:
 
 
 @router.post("/keys")
-async def create_key(new: NewKey, request: Request, store: StoreDep) -> KeyMade:
+async def create_key(new: NewKey, request: Request, store: StoreDep, audit: AuditDep) -> KeyMade:
     key_id, secret, now_s = auth.new_id(), auth.new_secret(), time.time()
     key = KeyRecord(
         key=key_id,
@@ -133,6 +141,9 @@ async def create_key(new: NewKey, request: Request, store: StoreDep) -> KeyMade:
         created_s=now_s,
         name=new.name,
         expires_s=None if new.expires_days is None else now_s + new.expires_days * _DAY_S,
+    )
+    await audit.record_event(
+        key.tenant, "key_create", made=key.key, scopes=" ".join(key.scopes), name=key.name
     )
     await store.put_new_record(TenantRecord(new.tenant, new.tenant, now_s))
     await store.put_record(key)
@@ -147,7 +158,7 @@ async def list_keys(store: StoreDep) -> list[KeyShown]:
 
 
 @router.post("/keys/{key_id}/revoke")
-async def revoke_key(key_id: str, store: StoreDep) -> KeyShown:
+async def revoke_key(key_id: str, store: StoreDep, audit: AuditDep) -> KeyShown:
     key = await store.get_record(KeyRecord, key_id)
     if key is None:
         raise errors.UnknownResource(
@@ -155,6 +166,7 @@ async def revoke_key(key_id: str, store: StoreDep) -> KeyShown:
             "keys list shows it"
         )
     if key.revoked_s is None:
+        await audit.record_event(key.tenant, "key_revoke", revoked=key.key)
         await store.update_record(Update("key", key_id, {"revoked_s": time.time()}))
         logger.info("revoked key %s of tenant %s", key.key, key.tenant)
     return KeyShown(**_shown(await store.get_record(KeyRecord, key_id) or key))
@@ -186,7 +198,11 @@ async def get_tenant(name: TenantName, store: StoreDep) -> TenantShown:
 
 
 @router.patch("/tenants/{name}")
-async def change_tenant(name: TenantName, change: TenantChange, store: StoreDep) -> TenantShown:
+async def change_tenant(
+    name: TenantName, change: TenantChange, store: StoreDep, audit: AuditDep
+) -> TenantShown:
+    changes = change.model_dump_json(exclude_unset=True)
+    await audit.record_event(name, "tenant_set", changes=changes)
     await store.put_new_record(TenantRecord(name, name, time.time()))
     await store.update_record(Update("tenant", name, change.model_dump(exclude_unset=True)))
     return await get_tenant(name, store)

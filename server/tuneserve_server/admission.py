@@ -7,7 +7,7 @@ reason through its future.
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import (
@@ -22,7 +22,7 @@ from tuneserve_engine.core.jobs import (
     SaveWeights,
     encode,
 )
-from tuneserve_engine.core.records import ModelRecord, Record
+from tuneserve_engine.core.records import ModelRecord, Record, SamplerRecord
 from tuneserve_engine.store import refusals
 from tuneserve_engine.telemetry import logs
 from tuneserve_server.dependencies import Caller
@@ -67,10 +67,23 @@ async def submit_command(
         command = await build()
     except UserError as error:
         return await submit_rejection(caller, place, error)
-    saves = None
+    saves, sessions = None, list[SamplerRecord]()
     if isinstance(command, SaveWeights) and (record := command.checkpoint or command.sampler):
         saves = Saves(record.key, record.size_bytes)
-    return await submit_job(caller, place, encode(command), saves=saves)
+        sessions = _inflight_sessions(command)
+    return await submit_job(caller, place, encode(command), *sessions, saves=saves)
+
+
+def _inflight_sessions(save: SaveWeights) -> list[SamplerRecord]:
+    """Return the sampling session of an inflight save; other saves have none before they end.
+
+    The client learns of it with the result.
+    """
+    target = save.sampler
+    if target is None or not save.session_key:
+        return []
+    unheld = replace(target, file_id=None, size_bytes=0, used_s=0.0)
+    return [replace(unheld, key=save.session_key, target=target.key)]
 
 
 async def submit_job(

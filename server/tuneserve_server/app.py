@@ -8,12 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tuneserve_client.wire import run_types, types
+from tuneserve_client.wire import account_types, checkpoint_types, run_types, types
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import OpenStore
 from tuneserve_engine.telemetry.tracing import Tracer
 from tuneserve_server import errors
+from tuneserve_server.access.audit_log import AuditLog
 from tuneserve_server.access.auth import Authenticator
 from tuneserve_server.access.budgets import Budgets
 from tuneserve_server.access.hosts import AllowedHosts, CheckHost, names_of
@@ -27,6 +28,7 @@ from tuneserve_server.cleanup.unused_files import UnusedFiles
 from tuneserve_server.dashboard.recent_errors import RecentErrors
 from tuneserve_server.dashboard.views import Dashboard
 from tuneserve_server.dependencies import Services
+from tuneserve_server.error_shapes import ANTHROPIC_ALIAS
 from tuneserve_server.heartbeats import Heartbeats
 from tuneserve_server.http.incoming import BodyMemory
 from tuneserve_server.http.long_polls import LongPolls
@@ -35,18 +37,29 @@ from tuneserve_server.http.openapi import describe, requests_of
 from tuneserve_server.http.tracing import TraceRequests
 from tuneserve_server.openai import routes as openai
 from tuneserve_server.openai import types as openai_types
+from tuneserve_server.openai.messages_api import routes as messages_api
+from tuneserve_server.openai.messages_api import types as messages_types
+from tuneserve_server.openai.responses_api import routes as responses_api
+from tuneserve_server.openai.responses_api import types as responses_types
 from tuneserve_server.routes import (
+    audit,
+    auth,
+    billing,
+    checkpoint_search,
     checkpoints,
+    copies,
     dashboard,
     dashboard_events,
     documentation,
     downloads,
+    external_uploads,
     futures,
     listings,
     metrics,
     models,
     runs,
     sampling,
+    session_search,
     sessions,
     tokenizers,
     training,
@@ -66,17 +79,21 @@ ROUTERS = (
         training,
         checkpoints,
         uploads,
+        external_uploads,
+        copies,
+        checkpoint_search,
         sampling,
         futures,
+        session_search,
         listings,
         runs,
         usage,
         downloads,
     ),
-    *(tokenizers, dashboard_events),
+    *(tokenizers, dashboard_events, auth, audit, billing),
 )
 PREFIX = "/api/v1"
-AT_ROOT = (metrics, openai, dashboard, documentation)
+AT_ROOT = (metrics, openai, responses_api, messages_api, dashboard, documentation)
 """Routers without the prefix: clients look for these paths at the root."""
 OPEN_PATHS = ("/", "/metrics", f"{PREFIX}/healthz")
 """Paths that are answered without a key, as are dashboard, documentation and signed links."""
@@ -108,7 +125,9 @@ def create_app(
         app.include_router(module.router, prefix=PREFIX)
     for module in AT_ROOT:
         app.include_router(module.router)
-    app.include_router(openai.router, prefix=errors.OPENAI_ALIAS, include_in_schema=False)
+    for module in (openai, responses_api):
+        app.include_router(module.router, prefix=errors.OPENAI_ALIAS, include_in_schema=False)
+    app.include_router(messages_api.router, prefix=ANTHROPIC_ALIAS, include_in_schema=False)
     errors.install(app)
     app.add_middleware(
         CheckHost,
@@ -167,8 +186,11 @@ class _Api(FastAPI):
     """
 
     def openapi(self) -> dict[str, Any]:
-        bodies = [*requests_of(types), *requests_of(run_types), *requests_of(openai_types)]
-        return describe(self, bodies)
+        modules = (
+            *(types, run_types, account_types, checkpoint_types),
+            *(openai_types, messages_types, responses_types),
+        )
+        return describe(self, [each for module in modules for each in requests_of(module)])
 
 
 async def _services(
@@ -211,4 +233,5 @@ async def _services(
         runs=RunOverview(store, live.stats),
         secret=secret,
         authenticator=authenticator,
+        audit=AuditLog(store),
     )

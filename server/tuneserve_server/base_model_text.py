@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tuneserve_client.wire.tokenizer import FILES, SET_HERE, NoTemplate, TemplateError, Tokenizer
 from tuneserve_engine.core.adapter import BaseModelInfo
@@ -16,6 +16,8 @@ from tuneserve_server.http.incoming import finished
 from tuneserve_server.http.shares import Limit, Shares
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CHARACTER_BYTES = 200
 """The memory in bytes that encoding takes per character of a text; 150 was measured."""
@@ -48,12 +50,30 @@ class BaseText:
         except ValueError as error:
             raise InvalidField(f"{field}: {error}", field) from None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, if there is one."""
+        return self._tokenizer.chat_template
+
     def chat(
         self, messages: Sequence[dict[str, Any]], options: dict[str, Any], most: int | None = None
     ) -> list[int]:
         """Return the tokens of the conversation in the chat template, up to the assistant's turn.
 
         Raises ``InvalidField``, also if the template renders more than ``most`` characters.
+        """
+        return self.encode_rendered(self.render(messages, options, most))
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        options: dict[str, Any],
+        most: int | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """Return the conversation in the chat template, up to the assistant's turn.
+
+        Raises ``InvalidField`` as ``chat`` does.
         """
         if taken := options.keys() & SET_HERE:
             raise InvalidField(
@@ -62,7 +82,7 @@ class BaseText:
                 "chat_template_kwargs",
             )
         try:
-            text = self._tokenizer.render(messages, **options)
+            text = self._tokenizer.render(messages, tools=tools, **options)
         except NoTemplate:
             raise InvalidField(
                 f"base model {self._name!r} has no chat template; send a prompt to "
@@ -81,6 +101,10 @@ class BaseText:
                 f"more than {most}; leave some out",
                 "messages",
             )
+        return text
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the tokens of a text from the chat template. Raises ``InvalidField``."""
         return self._encoded("messages", partial(self._tokenizer.encode, special=False), text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -112,10 +136,8 @@ class TokenizerPool:
         """The most characters of one text, for any context length."""
         return self.memory.most // CHARACTER_BYTES
 
-    async def tokens(
-        self, tenant: str, characters: int, call: Callable[[], list[list[int]]]
-    ) -> list[list[int]]:
-        """Run ``call`` in a thread and return its tokens; its longest text has ``characters``.
+    async def tokens(self, tenant: str, characters: int, call: Callable[[], T]) -> T:
+        """Run ``call``, which encodes, in a thread; its longest text has ``characters``.
 
         Raises ``TooManyRequests`` if the memory for the text is not free in time.
         """

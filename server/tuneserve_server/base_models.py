@@ -15,6 +15,7 @@ The requests wait for a worker.
 """
 
 _FRESH_S = 0.5
+_DIGITS = 20  # of a context length; the rest of a longer number is not read
 
 
 class BaseModels:
@@ -50,7 +51,8 @@ class BaseModels:
     async def resolve(self, asked: str) -> str:
         """Return the name of the base model that ``asked`` means; its ``:suffix`` may differ.
 
-        Raises ``UserError`` if no worker serves the base model or did within ``RECENT_S``.
+        Raises ``UserError`` if no worker serves the base model or did within ``RECENT_S``, or if
+        the suffix asks for a longer context than the base model is served with.
         """
         accepted = await self._accepted(asked)
         if asked in accepted:
@@ -58,6 +60,7 @@ class BaseModels:
         name = next((each for each in accepted if is_same(each, asked)), None)
         if name is None:
             raise _not_served(asked, accepted)
+        _check_context(asked, await self.info(name))
         return name
 
     async def check(self, name: str) -> None:
@@ -125,6 +128,21 @@ def failing(served: ServedModel) -> str | None:
 def is_same(name: str, other: str) -> bool:
     """Return whether the names mean the same base model; a ``:suffix`` is not compared."""
     return name.partition(":")[0] == other.partition(":")[0]
+
+
+def _check_context(asked: str, info: BaseModelInfo | None) -> None:
+    """Raise ``UserError`` if the name ends in a context length, as in ``:peft:262144``, that is
+    longer than the base model's."""
+    suffix = asked.partition(":")[2].rpartition(":")[2]
+    if info is None or not (suffix.isascii() and suffix.isdecimal()):
+        return
+    most = info.context_length
+    if int(suffix[:_DIGITS]) > most:
+        raise UserError(
+            f"base model {asked[:256]!r} asks for a context of {suffix[:_DIGITS]} tokens; this "
+            f"server has {info.name!r} with {most}: ask for it without the suffix, or with one of "
+            f"up to {most}"
+        )
 
 
 def _not_served(asked: str, accepted: list[str]) -> UserError:

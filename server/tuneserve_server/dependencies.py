@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import Depends, Request, Security
 from fastapi.responses import JSONResponse
@@ -26,6 +26,7 @@ from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.store.open import OpenStore
 from tuneserve_engine.telemetry import logs
 from tuneserve_server.access import scopes
+from tuneserve_server.access.audit_log import AuditLog
 from tuneserve_server.access.auth import Authenticator
 from tuneserve_server.access.budgets import Budgets
 from tuneserve_server.access.limits import DiskGuard
@@ -56,6 +57,9 @@ R = TypeVar("R", bound=Record)
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
+Access = Literal["owned", "accessible"]
+"""The wanted things of a list: the caller's, or those of all whose things it may see."""
+
 _AWAY_S = 1.0  # the delay of a 503: a client whose poll gets one polls again at once
 _LONGEST_BODY_S = 86_400.0  # never reached: the deadline of the body itself is shorter
 
@@ -84,20 +88,23 @@ class Services:
     runs: RunOverview
     secret: bytes
     authenticator: Authenticator
-
-
-@dataclass(frozen=True)
-class Caller(Services):
-    """The services on behalf of one tenant, with the scopes of its key."""
-
-    tenant: str
-    scopes: frozenset[Scope]
+    audit: AuditLog
 
     def check_store(self) -> None:
         """Raise ``StoreCorrupt`` if the store is damaged, and ``DiskFull`` if its disk is full."""
         if self.store.soundness.state == "damaged":
             raise StoreCorrupt
         self.disk.check()
+
+
+@dataclass(frozen=True)
+class Caller(Services):
+    """The services on behalf of one tenant, with what ``access.auth.Identity`` says of its key."""
+
+    tenant: str
+    scopes: frozenset[Scope]
+    key_id: str = ""
+    until_s: float | None = None
 
     async def owned(self, record_type: type[R], key: str, *, anyones: bool = False) -> R:
         """Return the caller's record, or that of any tenant with ``anyones``.
@@ -108,11 +115,40 @@ class Caller(Services):
         record = await self.store.get_record(record_type, key)
         expired = isinstance(record, CheckpointRecord) and record.has_expired(time.time())
         if record is None or expired or not (anyones or record.tenant == self.tenant):
-            raise UnknownResource(
-                f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not "
-                f"yours: {key[:256]} (your tenant: {self.tenant})"
-            )
+            raise self._unknown(record_type, key)
         return record
+
+    @property
+    def watched(self) -> str | None:
+        """The tenant whose things the caller may see: None, for all, with the admin scope.
+
+        In open mode, where every text names a tenant, no caller has the scope from the operator.
+        """
+        return None if Scope.ADMIN in self.scopes and self.key_id else self.tenant
+
+    def seen(self, access: Access) -> str | None:
+        """Return the tenant whose things a list shows; None is all."""
+        return self.watched if access == "accessible" else self.tenant
+
+    async def record_event(self, event: str, **details: str) -> None:
+        """Store an event of the audit log, which this caller is about to cause."""
+        await self.audit.record_event(self.tenant, event, key_id=self.key_id, **details)
+
+    async def readable(self, path: str) -> CheckpointRecord:
+        """Return a checkpoint of the caller, or one that its owner has published.
+
+        Raises ``UnknownResource`` as ``owned`` does. Use ``owned`` to change a checkpoint.
+        """
+        checkpoint = await self.owned(CheckpointRecord, path, anyones=True)
+        if checkpoint.tenant != self.tenant and not checkpoint.public:
+            raise self._unknown(CheckpointRecord, path)
+        return checkpoint
+
+    def _unknown(self, record_type: type[R], key: str) -> UnknownResource:
+        return UnknownResource(
+            f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not "
+            f"yours: {key[:256]} (your tenant: {self.tenant})"
+        )
 
     async def open_session(self, key: str) -> SessionRecord:
         """Return the caller's session. Raises ``SessionClosed`` if the session has ended."""
@@ -124,6 +160,25 @@ class Caller(Services):
             )
         return session
 
+    async def weights_of(self, sampler: SamplerRecord) -> SamplerRecord:
+        """Return the record with the weights that the sampling session samples now, noted as used.
+
+        It is the session itself or, for an inflight session, the newest inflight save of its model.
+        Raises ``UnknownResource`` if that was deleted.
+        """
+        weights = sampler
+        if sampler.target:
+            found = await self.store.get_record(SamplerRecord, sampler.target)
+            if found is None:
+                raise UnknownResource(
+                    "the inflight weights of this sampling session were deleted, because newer "
+                    "saves needed their room while they were not in use; save the model again"
+                )
+            weights = found
+        if weights.model_id:
+            await self.last_seen.record_sign("sampler", weights.key)
+        return weights
+
     async def sampler(self, key: str) -> SamplerRecord:
         """Return the caller's sampling session.
 
@@ -131,7 +186,10 @@ class Caller(Services):
         else ``UnknownResource``.
         """
         try:
-            return await self.owned(SamplerRecord, key)
+            found = await self.owned(SamplerRecord, key)
+            if found.is_target:
+                raise self._unknown(SamplerRecord, key)
+            return found
         except UnknownResource:
             session = await self.store.get_record(SessionRecord, key.rpartition(":sample:")[0])
             if session is not None and session.tenant == self.tenant:
@@ -172,7 +230,7 @@ async def _caller(request: Request, api_key: Annotated[str | None, Security(_API
     request.state.tenant = login.tenant  # the error handlers note failures under it
     route = f"{request.method} {request.scope['route'].path_format}"
     scopes.need(scopes.SCOPES[route], login.scopes)
-    return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
+    return Caller(**vars(services), **vars(login))
 
 
 @asynccontextmanager

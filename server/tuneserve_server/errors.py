@@ -2,6 +2,7 @@
 
 ApiError
 ├── KeyRefused          401  no usable key
+│   └── TokenRefused    401  a token that has expired, or whose key has: exchange the key again
 ├── ScopeMissing        403  the key may not do this
 ├── HostNotAllowed      403  the server does not answer to the name it was called by
 ├── TooManyLogins       429  too many failed logins from one address
@@ -27,7 +28,7 @@ ApiError
 
 Every body is ``{"detail", "code"}`` with a Content-Length: the SDK takes a 400 without one for a
 proxy's answer. Under ``/v1`` the body has OpenAI's shape, ``{"error": {"message", "type", "param",
-"code"}}``. Bodies never repeat the input.
+"code"}}``, and under ``/v1/messages`` Anthropic's. Bodies never repeat the input.
 """
 
 import logging
@@ -51,6 +52,7 @@ from tuneserve_engine.store.errors import (
     StoreReplaced,
 )
 from tuneserve_engine.telemetry.log_throttle import ThrottledLog
+from tuneserve_server.error_shapes import ANTHROPIC_ALIAS, anthropic_failure, is_anthropic
 
 logger = logging.getLogger(__name__)
 _put_off = ThrottledLog(logger)  # thousands of clients may retry each second
@@ -85,6 +87,13 @@ class ApiError(Exception):
 class KeyRefused(ApiError):
     status = 401
     code = "unauthorized"
+
+
+class TokenRefused(KeyRefused):
+    @property
+    def headers(self) -> dict[str, str]:
+        """Tell an SDK to exchange its key for another token (RFC 6750, section 3.1)."""
+        return {"WWW-Authenticate": 'Bearer error="invalid_token"'}
 
 
 class ScopeMissing(ApiError):
@@ -261,8 +270,9 @@ def failure(
 
 
 def is_openai(request: Request) -> bool:
-    """Return whether the request is to one of the OpenAI-compatible routes."""
-    return str(request.scope["path"]).startswith((OPENAI_PREFIX, OPENAI_ALIAS))
+    """Return whether the request is to one of the routes for OpenAI's and Anthropic's clients."""
+    path = str(request.scope["path"])
+    return path.startswith((OPENAI_PREFIX, OPENAI_ALIAS, ANTHROPIC_ALIAS))
 
 
 def openai_failure(error: ApiError) -> OpenAIFailure:
@@ -281,8 +291,10 @@ def _failed(
     """Return the answer in the shape that the route's clients expect."""
     if not is_openai(request):
         return failure(status, code, detail, headers)
-    body = _openai_failure(status, code, detail, None).model_dump()
-    return JSONResponse(body, status_code=status, headers=headers)
+    body: BaseModel = _openai_failure(status, code, detail, None)
+    if is_anthropic(request.scope["path"]):
+        body = anthropic_failure(status, code, detail)
+    return JSONResponse(body.model_dump(), status_code=status, headers=headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -323,10 +335,10 @@ def _note(request: Request, status: int, code: str, detail: str) -> None:
 
 def answer(request: Request, error: ApiError) -> JSONResponse:
     """Return the answer in the shape that the route's clients expect."""
-    if is_openai(request):
-        body = openai_failure(error).model_dump()
+    if is_openai(request) and not is_anthropic(request.scope["path"]):
+        body = openai_failure(error).model_dump()  # which names the field at fault
         return JSONResponse(body, status_code=error.status, headers=error.headers)
-    return failure(error.status, error.code, str(error), error.headers)
+    return _failed(request, error.status, error.code, str(error), error.headers)
 
 
 def _handle(request: Request, error: Exception) -> JSONResponse:

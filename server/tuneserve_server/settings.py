@@ -76,6 +76,11 @@ class ApiSettings(CommonSettings):
         "sample. This helps with thousands of samples at once. A single sample takes about 10 ms "
         "longer.",
     )
+    token_auth: bool = Field(
+        default=False,
+        description="Let SDKs exchange their key for tokens that expire after an hour, and send "
+        "these. `tinker auth whoami` needs this.",
+    )
     max_body_bytes: PositiveInt = Field(
         default=16 * MIB, description="Largest request body in bytes, as sent."
     )
@@ -296,7 +301,8 @@ class ApiSettings(CommonSettings):
         "are dropped. With Redis, they take its memory.",
     )
     download_ttl_s: NonNegativeInt = Field(
-        default=900, description="Time in seconds for which a signed download link works."
+        default=900,
+        description="Time in seconds for which a signed link works, for a download or an upload.",
     )
 
     @field_validator("tenant_budgets", mode="before")

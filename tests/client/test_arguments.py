@@ -35,6 +35,11 @@ def test_a_wrong_value_is_named_as_the_caller_named_it(client: Client) -> None:
     assert type(caught.value) is ValueError  # pydantic's is a subclass
 
 
+def test_an_address_without_a_scheme_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="'localhost:8410'; it must begin with http"):
+        Client("localhost:8410", "tml-a")
+
+
 @pytest.mark.anyio
 async def test_the_asynchronous_client_checks_too() -> None:
     async with AsyncClient("http://server", "tml-a") as client:

@@ -99,6 +99,7 @@ async def test_a_conversation_is_sent_as_a_chat(server: Server, sampler: AsyncSa
     assert path == "/v1/chat/completions"
     assert body["messages"] == messages
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body["separate_reasoning"] is False, "the text is that which was drawn"
 
 
 async def test_leaving_a_stream_ends_it_at_the_server(

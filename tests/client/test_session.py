@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ class Server:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.failing: dict[str, int] = {}
+        self.messages: dict[str, str] = {}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path.removeprefix("/api/v1/")
         self.calls.append((path, json.loads(request.content)))
         if status := self.failing.get(path):
             return httpx.Response(status, json={"detail": "why", "code": "c"})
-        return httpx.Response(200, json={"session_id": "s-1"})
+        return httpx.Response(200, json={"session_id": "s-1", **self.messages})
 
     @property
     def paths(self) -> list[str]:
@@ -54,6 +56,21 @@ async def heartbeats(server: Server, count: int) -> None:
     async with asyncio.timeout(5.0):
         while server.paths.count("session_heartbeat") < count:
             await asyncio.sleep(0.001)
+
+
+async def test_messages_of_the_server_are_logged_at_their_levels(
+    server: Server, catalog: Catalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.messages = {"info_message": "12 of 40", "warning_message": "the budget is spent"}
+    with caplog.at_level(logging.INFO):
+        session = Session(catalog)
+        await session.id()
+        await session.close()
+    told = [(each.levelname, each.getMessage()) for each in caplog.records if "says" in each.msg]
+    assert told == [
+        ("INFO", "the server says: 12 of 40"),
+        ("WARNING", "the server says: the budget is spent"),
+    ]
 
 
 async def test_concurrent_requests_open_one_session(server: Server, catalog: Catalog) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 from tests.faults import asgi
 from tests.faults.mutations import CANARY, NAMES, compressed, mutated_json, mutated_message
 from tests.server.conftest import Api
+from tests.server.routes.test_external_uploads import START
 from tuneserve_client.wire.proto import wire_pb2 as wire
 
 PREFIX = "/api/v1"
 OPENAI = "/v1"
+ANTHROPIC = "/v1/messages"
 Template = tuple[str, str, Any]
 """Method, path as described, and body. Paths other than OpenAI's have no prefix."""
 
@@ -61,7 +63,10 @@ class Checked:
         if answer.status == 200:
             self._note(answer, headers["X-API-Key"])
         elif answer.status != 408:  # a poll without a result yet
-            if is_openai:
+            if described.startswith(ANTHROPIC):
+                assert set(answer.json) == {"type", "error"}, answer
+                assert set(answer.json["error"]) == {"type", "message", "code"}, answer
+            elif is_openai:
                 assert set(answer.json) == {"error"}, answer
                 assert set(answer.json["error"]) == {"message", "type", "param", "code"}, answer
             else:
@@ -111,7 +116,9 @@ def _names_canary(body: bytes) -> bool:
 def _is_field(answer: asgi.Answer) -> bool:
     """Whether the answer names a field that is called like the canary, and no value."""
     error = answer.json.get("error", {})
-    return error.get("param") == CANARY and error["message"].count(CANARY) == 1
+    said = str(error.get("message"))
+    is_param = error.get("param") == CANARY or f"{CANARY} is not a field" in said
+    return is_param and said.count(CANARY) == 1
 
 
 @dataclass
@@ -125,6 +132,7 @@ class FuzzClient:
     sampler: str
     checkpoint: str
     done: str
+    upload: str = ""  # a finished one
     seq: int = 2  # of the model's next request
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -191,9 +199,33 @@ class FuzzClient:
                 "/training_runs/{model_id}/events",
                 {"kind": "note", "step": 3, "data": {"a": [1]}, "event_id": f"e{number % 50}"},
             ),
+            ("POST", "/sessions/search", self._search(number)),
+            ("PUT", "/sessions/{session_id}/project", {"project_id": f"p{number % 9}"}),
+            ("POST", "/external_weights_upload_start", {**START, "destination_project_id": "p"}),
+            ("POST", "/external_weights_upload_finish", {"upload_id": self.upload}),
+            ("POST", "/copy_weights", {"source_path": self.checkpoint, "ttl_seconds": 3600}),
+            ("POST", "/checkpoints/search", self._checkpoint_search()),
             ("POST", "/v1/completions", self._completion(number)),
             ("POST", "/v1/chat/completions", self._chat(number)),
+            ("POST", "/v1/responses", self._response(number)),
+            ("POST", "/v1/messages", {"max_tokens": 2, **self._message(number)}),
+            ("POST", "/v1/messages/count_tokens", self._message(number)),
         ]
+
+    def _search(self, number: int) -> Any:
+        cursor = {"last_created_at": "2026-11-29T12:00:00Z", "last_session_id": self.session}
+        finished = {"type": "client_finished", "reasons": ["success"]}
+        named = {"session_id": self.session, "display_name": "a", "project_ids": ["p1"]}
+        owner = {"type": "user", "owner_urns": [self.key]}
+        limits = {"limit": 20, "cursor": cursor} if number % 2 else {"limit": 200}
+        statuses = [{"type": "active"}, finished]
+        return {**named, "owner": owner, "user_metadata": {}, "statuses": statuses, **limits}
+
+    def _checkpoint_search(self) -> Any:
+        place = {"last_created_at": "2026-11-06T00:00:00Z", "last_checkpoint_uuid": "a"}
+        chosen = {"project_ids": ["p"], "base_models": ["tuneserve/fake"], "limit": 3}
+        owner = {"type": "user", "owner_urns": ["a"]}
+        return {**chosen, "user_metadata": {"a": "b"}, "owner": owner, "cursor": place}
 
     def _completion(self, number: int) -> Any:
         drawn = {"max_tokens": 2, "n": 2, "stop": ["a"], "seed": 3, "logprobs": 1, "user": "me"}
@@ -207,6 +239,29 @@ class FuzzClient:
         read = {"top_logprobs": 2, "chat_template_kwargs": {"voice": "a"}}
         shown = {} if number % 2 else {"stream": True}
         return {"model": self.sampler, "messages": messages, **drawn, **read, **shown}
+
+    def _response(self, number: int) -> Any:
+        items = [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "r"},
+        ]
+        shown = {} if number % 2 else {"stream": True, "tool_choice": "none"}
+        drawn = {"max_output_tokens": 2, "temperature": 0.5, "store": False}
+        tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+        tools = {} if number % 2 else {"tools": [tool]}
+        return {"model": self.checkpoint, "input": items, **drawn, **tools, **shown}
+
+    def _message(self, number: int) -> Any:
+        use = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": "r", "is_error": True}
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "h"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}, use]},
+            {"role": "user", "content": [result]},
+        ]
+        shown = {"thinking": {"type": "enabled", "budget_tokens": 9}} if number % 2 else {}
+        return {"model": self.sampler, "messages": messages, "system": "x", **shown}
 
     def _sample(self, bodies: Any, number: int) -> Any:
         targets = {
@@ -273,7 +328,10 @@ class FuzzClient:
 
 
 # One weight per template. Templates that write files to a disk are rarer.
-_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3, 4, 4]
+_WEIGHTS = [
+    *(10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3),
+    *(3, 3, 2, 3, 2, 4, 4, 4, 4, 4, 2),
+]
 
 
 def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:

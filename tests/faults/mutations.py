@@ -17,6 +17,7 @@ CANARY = "canary-4f1c"
 NAMES = {
     *("session_id", "model_id", "sampling_session_id", "request_id", "target"),
     *("base_model", "model", "path", "model_path", "tinker_path"),
+    *("upload_id", "source_path"),
 }
 """Fields that name an object: an error may repeat the name."""
 

@@ -26,6 +26,7 @@ from schemathesis.generation import GenerationMode
 from tests.faults import asgi
 from tests.faults.fuzzing import OPENAI, PREFIX, Checked, FuzzClient, whole
 from tests.server.conftest import FAKE_INFO, Api
+from tests.server.routes.test_external_uploads import uploaded
 from tuneserve_server.settings import ApiSettings
 
 pytestmark = pytest.mark.anyio
@@ -66,7 +67,13 @@ async def shared_out(
 
 @pytest.fixture
 async def clients(service: Api) -> list[FuzzClient]:
-    return list(await asyncio.gather(*(FuzzClient.open(service, n) for n in range(CLIENTS))))
+    opened = list(await asyncio.gather(*(FuzzClient.open(service, n) for n in range(CLIENTS))))
+    finished: dict[str, str] = {}  # one upload of each tenant, one after the other
+    for client in opened:
+        if client.key not in finished:
+            finished[client.key] = (await uploaded(service, key=client.key)).split("/")[2]
+        client.upload = finished[client.key]
+    return opened
 
 
 async def all_end(checked: Checked) -> Counter[str]:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from tests.faults import asgi
 from tests.server.conftest import Api, asample
+from tests.server.routes.test_external_uploads import sent
 from tuneserve_engine.core.records import KeyRecord, Scope
 from tuneserve_server.access import auth
 from tuneserve_server.routes import downloads
@@ -70,6 +72,10 @@ NAMING: dict[str, list[Call]] = {
             {"session_id": "@my_session", "model_seq_id": NUMBER, "path": "@path", **LOAD},
         ),
     ],
+    "POST /external_weights_upload_finish": [
+        ("/external_weights_upload_finish", {"upload_id": "@upload"}),
+    ],
+    "POST /copy_weights": [("/copy_weights", {"source_path": "@path"})],
     "POST /weights_info": [("/weights_info", {"tinker_path": "@path"})],
     "POST /create_sampling_session": [
         (
@@ -91,6 +97,22 @@ NAMING: dict[str, list[Call]] = {
         (
             "/v1/chat/completions",
             {"model": "@path", "messages": [{"role": "user", "content": "a"}]},
+        ),
+    ],
+    "POST /v1/responses": [
+        ("/v1/responses", {"model": "@path", "input": "a"}),
+        ("/v1/responses", {"model": "@base;@path", "input": "a"}),
+    ],
+    "POST /v1/messages": [
+        (
+            "/v1/messages",
+            {"model": "@path", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]},
+        ),
+    ],
+    "POST /v1/messages/count_tokens": [
+        (
+            "/v1/messages/count_tokens",
+            {"model": "@sampler", "messages": [{"role": "user", "content": "a"}]},
         ),
     ],
     "GET /v1/models/{model}": [("/v1/models/@path", None)],
@@ -117,6 +139,12 @@ NAMING: dict[str, list[Call]] = {
     "GET /requests/{request_id}": [("/requests/@request", None)],
     "GET /training_runs/{model_id}/checkpoints": [("/training_runs/@model/checkpoints", None)],
     "GET /sessions/{session_id}": [("/sessions/@session", None)],
+    "GET /sessions/{session_id}/trace_export": [("/sessions/@session/trace_export", None)],
+    "PUT /sessions/{session_id}/project": [
+        ("/sessions/@session/project", {"project_id": "p"}),
+        ("/sessions/@session/project", {"project_id": 3}),
+        ("/sessions/@session/project", []),
+    ],
     "GET /training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls": [
         (f"{EXPORT}/external_weights_urls", None),
         (f"{CHECKPOINT}/external_weights_urls", None),
@@ -148,10 +176,17 @@ NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
     *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz", "GET /metrics"),
     *("GET /tokenizer", "POST /checkpoints/import", "GET /", "GET /page", "GET /page/{name}"),
-    *("GET /docs", "GET /docs/{name}"),
+    *("GET /docs", "GET /docs/{name}", "POST /external_weights_upload_start"),
+    *("POST /auth/token", "GET /auth/apikey/me", "DELETE /auth/apikey/me"),
 }
 WATCHING = {"GET /live", "GET /live/runs", "GET /live/runs/{model_id}"}
-BY_LINK = {"GET /files/{file_id}/{member}"}
+BILLING = {"GET /billing/usage/events", "GET /billing/usage/checkpoints/current"}
+SEARCHING = {"POST /sessions/search", "POST /checkpoints/search"}
+FOR_ADMINS = {"GET /audit"}
+BY_LINK = {"GET /files/{file_id}/{member}", "PUT /uploads/{upload_id}/{member}"}
+
+OPAQUE = ("request", "sampled", "upload")
+"""The ids that do not contain a session's."""
 
 
 @dataclass
@@ -188,6 +223,7 @@ class Objects:
             "path": f"tinker://{model}/weights/a",
             "request": saved[0]["request_id"],
             "sampled": sampled["request_id"],
+            "upload": await sent(api, key=key),
         }
         return cls(key, ids)
 
@@ -196,12 +232,12 @@ class Objects:
         fake = self.ids["session"][:-4] + "zzzz"
         yield {
             **{name: id_.replace(self.ids["session"], fake) for name, id_ in self.ids.items()},
-            **{name: self.ids[name][:-4] + "zzzz" for name in ("request", "sampled")},
+            **{name: self.ids[name][:-4] + "zzzz" for name in OPAQUE},
         }
         yield {
             **{name: id_.replace(":0", ":9") for name, id_ in self.ids.items()},
             "session": fake,
-            **{name: self.ids[name][::-1] for name in ("request", "sampled")},
+            **{name: self.ids[name][::-1] for name in OPAQUE},
         }
 
 
@@ -310,7 +346,7 @@ async def holdings(api: Api, owner: Objects) -> list[Any]:
 
 async def test_every_route_is_known_to_name_an_object_or_none(service: Api) -> None:
     known = [*NAMING, *LISTING, *LISTING_WITH_BASES, *SUMMING, *NAMING_NOTHING, *BY_LINK]
-    known += WATCHING
+    known += [*WATCHING, *BILLING, *SEARCHING, *FOR_ADMINS]
     assert len(known) == len(set(known))
     assert operations(service) == set(known)
 
@@ -334,7 +370,7 @@ async def test_another_tenants_objects_are_answered_like_missing_ones(tenancy: T
 async def test_the_owner_is_answered_on_every_one_of_these_routes(tenancy: Tenancy) -> None:
     """Otherwise the refusals of the others would prove nothing."""
     owner = tenancy.owner
-    wrong = ({"ttl_seconds": 1}, [])
+    wrong = ({"ttl_seconds": 1}, {"project_id": 3}, [])
     for operation, calls in NAMING.items():
         for call in calls:
             status, _, text = await tenancy.call(operation, call, owner, owner.ids)
@@ -354,6 +390,16 @@ async def test_lists_show_only_the_callers_objects(tenancy: Tenancy) -> None:
         for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
             assert mine.ids["session"] in json.dumps(listed[mine.key])
             assert mine.ids["session"] not in json.dumps(listed[others])
+
+
+async def test_searches_find_only_the_callers_objects(tenancy: Tenancy) -> None:
+    for operation in SEARCHING:
+        path = operation.split()[1]
+        found = {key: await tenancy.api.post(path, {}, key=key) for key in (OWNER, OTHER, NEW)}
+        assert next(iter(found[NEW].values())) == []
+        for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
+            assert mine.ids["session"] in json.dumps(found[mine.key])
+            assert mine.ids["session"] not in json.dumps(found[others])
 
 
 async def test_sums_cover_only_the_callers_usage(tenancy: Tenancy) -> None:
@@ -380,6 +426,56 @@ async def test_a_dashboard_shows_only_the_callers_objects(tenancy: Tenancy) -> N
         for other in (others, NEW):
             assert mine.ids["session"] not in seen[other]
             assert f'"{name}"' not in seen[other] and f"error-of-{name}" not in seen[other]
+
+
+@pytest.mark.parametrize("asked", [{}, {"owner": {"type": "accessible"}}])
+async def test_a_search_or_a_bill_shows_only_the_callers_objects(
+    tenancy: Tenancy, asked: dict[str, Any]
+) -> None:
+    hour_s = 3600
+    end_s = int(time.time()) // hour_s * hour_s + hour_s
+    window = {"starting_on": _hour(end_s - 24 * hour_s), "ending_before": _hour(end_s)}
+    seen = {
+        key: [
+            await tenancy.api.post("/sessions/search", asked, key=key),
+            await tenancy.api.get(f"/billing/usage/events?{urlencode(window)}", key=key),
+            await tenancy.api.get("/billing/usage/checkpoints/current", key=key),
+            await tenancy.api.get("/sessions?access_scope=accessible", key=key),
+            await tenancy.api.get("/checkpoints?access_scope=accessible", key=key),
+            await tenancy.api.get("/training_runs?access_scope=accessible", key=key),
+        ]
+        for key in (OWNER, OTHER, NEW)
+    }
+    for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
+        name = (await tenancy.api.get("/usage", key=mine.key))["tenant"]
+        sessions, events, storage, *lists = seen[mine.key]
+        assert [each["session_id"] for each in sessions["sessions"]] == [mine.ids["session"]]
+        assert {each["user_id"] for each in events["data"]} <= {name}
+        assert [each["org_user_urn"] for each in storage["data"]] == [name]
+        assert all(mine.ids["session"] in json.dumps(each) for each in lists)
+        for other in (others, NEW):
+            assert mine.ids["session"] not in json.dumps(seen[other])
+            assert f': "{name}"' not in json.dumps(seen[other])
+
+
+async def test_the_audit_log_shows_nothing_of_others(tenancy: Tenancy, request: Any) -> None:
+    paths = [
+        f"/training_runs/{each.ids['model']}/checkpoints/weights/a/publish"
+        for each in (tenancy.owner, tenancy.other)
+    ]
+    for path, each in zip(paths, (tenancy.owner, tenancy.other), strict=True):
+        await tenancy.api.ok("POST", path, key=each.key)
+    for mine in (tenancy.owner, tenancy.other):
+        answer = await tenancy.api.call("GET", "/audit", key=mine.key)
+        if "keyed" in request.node.name:
+            assert (answer.status_code, answer.json()["code"]) == (403, "scope_missing")
+        else:
+            (event,) = answer.json()["entries"]
+            assert event["model_id"] == mine.ids["model"]
+
+
+def _hour(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()
 
 
 async def test_models_are_the_base_models_and_the_callers_saves(tenancy: Tenancy) -> None:
@@ -476,6 +572,7 @@ async def test_no_path_parameter_leads_to_a_file(tenancy: Tenancy, tmp_path: Pat
         "kind": "weights",
         "name": "a",
         "file_id": "0" * 32,
+        "upload_id": "upload-" + "0" * 32,
         "member": "adapter_config.json",
     }
     before = everything(tmp_path)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from tuneserve_client.wire import run_types, types
+from tuneserve_client.wire import account_types, checkpoint_types, run_types, types
 from tuneserve_server.openai import types as openai_types
+from tuneserve_server.openai.messages_api import types as messages_types
+from tuneserve_server.openai.responses_api import types as responses_types
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference.md").read_text()
@@ -41,7 +43,11 @@ def examples() -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "body"), list(examples()))
 def test_every_example_is_a_valid_body_of_its_route(name: str, body: Any) -> None:
-    known = {**vars(types), **vars(run_types), **vars(openai_types)}[name]
+    modules = (
+        *(types, run_types, account_types, checkpoint_types),
+        *(openai_types, messages_types, responses_types),
+    )
+    known = next(vars(module)[name] for module in modules if name in vars(module))
     assert known.model_validate(body).model_fields_set == body.keys()
 
 

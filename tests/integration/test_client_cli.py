@@ -345,7 +345,7 @@ def test_a_checkpoint_is_listed_given_a_ttl_and_deleted(client):
     (listed,) = facts("checkpoints", "list", "--run", model.id)
     assert (listed["tinker_path"], listed["expires_at"]) == (path, None)
     assert path in tuneserve("checkpoints")
-    tuneserve("checkpoints", "ttl", path, "7200")
+    tuneserve("checkpoints", "ttl", path, "2h")
     (listed,) = facts("checkpoints", "list", "--run", model.id)
     assert listed["expires_at"] is not None
     tuneserve("checkpoints", "ttl", path, "none")

@@ -1,11 +1,16 @@
 """The official OpenAI client against the real service. Its answers must equal the SDK's samples."""
 
+import json
 import os
+import re
 import sqlite3
+import typing
 from contextlib import closing
 
+import jsonschema
 import numpy as np
 import openai
+import pydantic
 import pytest
 import torch
 import transformers
@@ -13,6 +18,8 @@ from tinker import types
 
 from tests.quick_service import QUICK
 from tests.sdk import service_client
+from tests.support.nightly import at_night
+from tests.support.random_schemas import random_schema
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli.local_server import LocalServer
 
@@ -265,6 +272,70 @@ def test_the_best_of_several_samples_has_the_highest_mean_logprob(client, server
     ranked = sorted(drawn, key=lambda each: -means[each.index])
     found = client.completions.create(**ask, n=2, best_of=6).choices
     assert [each.text for each in found] == [each.text for each in ranked[:2]]
+
+
+def formed(client, server, schema, **options):
+    """The texts of a chat's answers under a schema. All of them end by themselves."""
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    ask = {"model": server.base_model, "messages": MESSAGES, "response_format": form} | options
+    choices = client.chat.completions.create(**ask).choices
+    assert {each.finish_reason for each in choices} == {"stop"}
+    return [each.message.content for each in choices]
+
+
+@pytest.mark.parametrize(
+    ("schemas", "each"), [(range(6), 10), at_night(range(100, 150), 20, id="1,000 answers")]
+)
+def test_every_answer_under_a_schema_parses_and_validates(client, server, schemas, each):
+    """At temperature 1, with a model that was never trained on JSON."""
+    for seed in schemas:
+        schema = random_schema(seed)
+        answers = formed(client, server, schema, n=each, seed=seed, max_tokens=1500)
+        assert len(answers) == each
+        for answer in answers:
+            jsonschema.validate(json.loads(answer), schema)
+
+
+class Colour(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    shade: typing.Literal["light", "dark"]
+    parts: list[int] = pydantic.Field(max_length=3)
+
+
+def test_the_client_parses_answers_into_a_pydantic_model(client, server):
+    ask = {"messages": MESSAGES, "response_format": Colour, "max_tokens": 1000, "seed": 4}
+    answer = client.chat.completions.parse(model=server.base_model, **ask)
+    found = answer.choices[0].message.parsed
+    assert isinstance(found, Colour)
+    with client.chat.completions.stream(model=server.base_model, **ask) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert streamed.parsed == found
+    assert streamed.content == answer.choices[0].message.content
+
+
+def test_an_answer_is_any_json_object_a_choice_or_a_regular_expression(client, server):
+    ask = {"model": server.base_model, "max_tokens": 1500, "seed": 8}
+    chat = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
+    (found,) = client.chat.completions.create(**ask, **chat, temperature=0.5).choices
+    if found.finish_reason == "stop":
+        assert isinstance(json.loads(found.message.content), dict)
+    else:
+        assert found.message.content.startswith("{")
+    for outputs, pattern in (
+        ({"choice": ["red", "dark blue"]}, "red|dark blue"),
+        ({"regex": "[0-9]{3}-[xyz]+"}, "[0-9]{3}-[xyz]+"),
+    ):
+        extra = {"structured_outputs": outputs}
+        (text,) = client.completions.create(**ask, prompt=PROMPT, extra_body=extra).choices
+        assert re.fullmatch(pattern, text.text)
+
+
+def test_a_schema_that_cannot_be_used_is_refused_with_the_reason(client, server):
+    bad = {"type": "array", "items": {}, "uniqueItems": True}
+    with pytest.raises(openai.BadRequestError, match=r"Unimplemented keys.*uniqueItems"):
+        formed(client, server, bad)
+    with pytest.raises(openai.BadRequestError, match="no text has this form"):
+        formed(client, server, {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}})
 
 
 def test_errors_are_those_of_the_openai_client(client, server, trained):

@@ -256,6 +256,54 @@ def test_training_continues_from_a_checkpoint_in_each_way(service: tinker.Servic
     assert steps["whole"] == steps["original"] != steps["fresh"]
 
 
+def test_training_goes_on_from_sampler_weights(service: tinker.ServiceClient) -> None:
+    trainer = trainer_of(service)
+    trainer.forward_backward([datum(1, 2, 3)], "cross_entropy")
+    trainer.optim_step(ADAM)
+    path = trainer.save_weights_for_sampler("weights-alone").result().path
+    assert "/sampler_weights/" in path
+    resumed = service.create_training_client_from_state(path).result()
+    data = [datum(1, 2, 3)]
+    found = [each.forward(data, "cross_entropy").result().metrics for each in (trainer, resumed)]
+    assert found[0] == found[1]
+    with pytest.raises(tinker.RequestFailedError, match="has no optimizer state"):
+        service.create_training_client_from_state_with_optimizer(path).result()
+
+
+def test_inflight_clients_follow_the_newest_save(service: tinker.ServiceClient) -> None:
+    trainer, prompt = trainer_of(service), types.ModelInput.from_ints([5, 6])
+    older = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
+    before = older.compute_logprobs(prompt).result()
+    for _ in range(2):
+        trainer.forward_backward([datum(1, 2, 3)], "cross_entropy")
+        trainer.optim_step(ADAM)
+    newer = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
+    after = newer.compute_logprobs(prompt).result()
+    assert before[1] == pytest.approx(logprob(5, 6)) != after[1]
+    assert older.compute_logprobs(prompt).result() == after
+
+
+def test_a_published_checkpoint_is_copied_and_loaded_by_another_account(
+    server: Server, service: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
+    path = trainer_of(service).save_state("shared").result().path
+    assert rest.copy_weights(path, "archive").result().startswith("tinker://copy-")
+    with service_client(server.url, "tml-guest") as guest:
+        guests = tinker.RestClient(base_url=server.url, api_key="tml-guest")
+        with pytest.raises(tinker.NotFoundError, match="this server issues no such tokens"):
+            guests.copy_weights(path, "mine", weights_access_token="tok").result()
+        rest.publish_checkpoint_from_tinker_path(path).result()
+        copied = guests.copy_weights(path, "mine", ttl_seconds=3600).result()
+        listed = guests.list_user_checkpoints().result().checkpoints
+        assert [each.tinker_path for each in listed] == [copied]
+        for each in (path, copied):
+            client = guest.create_training_client_from_state(each).result()
+            assert client.forward([datum(1, 2)], "cross_entropy").result().metrics
+        rest.unpublish_checkpoint_from_tinker_path(path).result()
+        with pytest.raises(tinker.NotFoundError):
+            guests.get_weights_info_by_tinker_path(path).result()
+
+
 def test_metadata_can_ask_for_an_adapter_kind_and_a_checkpoint_keeps_it(
     service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:

@@ -174,9 +174,15 @@ def test_an_over_fitted_run_stops_early_and_keeps_its_best_checkpoint(rows, othe
     assert "stopped after 3 evaluations without improvement; raise --patience, now 3" in refused
 
 
-def test_a_resumed_run_holds_out_the_same_rows_and_evaluates_the_same(rows, monkeypatch):
+def test_a_resumed_run_holds_out_the_same_rows_and_evaluates_the_same(
+    rows, monkeypatch, tmp_path, client
+):
     options = [rows, *QUICK, "--learning-rate", "0.01", "--epochs", "4", "--eval-split", "0.3"]
     options += ["--eval-every", "3", "--sample-prompt", "Ahoy", "--sample-tokens", "3"]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("kept")
+    options += ["--name", "held", "--export", out, "--force"]
     steps, told, ended = trained(*options)
     assert [each["step"] for each in told] == [0, 3, 6, 8]
     assert len(steps) == 8  # of two batches: six of eight rows
@@ -196,6 +202,7 @@ def test_a_resumed_run_holds_out_the_same_rows_and_evaluates_the_same(rows, monk
     (command,) = re.findall(r"continue with: tuneserve train (.*)", stopped.stderr)
     resumed = called("train", *shlex.split(command), "--json")
     assert resumed.stderr == ""
+    assert client.search_runs(sort="created", limit=1).training_runs[0].name == "held"
     later, told_later, ended_later = parts(resumed.stdout)
     assert [each["step"] for each in later] == [5, 6, 7, 8]
     both = [each for each in before if "loss" in each] + later
@@ -291,6 +298,15 @@ def test_a_far_too_large_learning_rate_ends_as_diverged(rows, client, more):
     )
 
 
+def test_rows_that_the_model_finds_worse_than_a_guess_diverge_too(tmp_path):
+    text = " ".join(chr(97 + 7 * n % 26) * 3 for n in range(20))
+    rows = write(tmp_path, "odd.jsonl", [{"prompt": "?", "completion": text}] * 3)
+    options = [rows, "--rank", "4", "--learning-rate", "1e9", "--epochs", "20"]
+    steps, _, ended = trained(*options, status=1)
+    assert steps[0]["loss"] > np.log(1024) and len(steps) < 20
+    assert (ended["outcome"], ended["checkpoint"]) == ("diverged", None)
+
+
 def test_a_gradient_that_the_server_finds_not_finite_ends_as_diverged(client):
     """Its weight overflows float32."""
     datum = next_token_datum([5, 6, 7], weights=[0, 3e38, 3e38])
@@ -358,8 +374,10 @@ def test_a_run_with_json_output_names_columns_that_are_not_used(tmp_path):
 
 def test_without_evaluation_the_verdict_is_on_the_training_loss(rows):
     steps, _, ended = trained(rows, *QUICK, "--learning-rate", "0.01", "--epochs", "4")
-    first, last = steps[0]["loss"], steps[-1]["loss"]
-    assert ended["verdict"].startswith(f"training loss fell from {first:.4g} to {last:.4g}, ")
+    losses = [each["loss"] for each in steps]  # two steps an epoch
+    first, last = sum(losses[:2]) / 2, sum(losses[-2:]) / 2
+    told = f"training loss fell from {first:.4g} to {last:.4g}, epochs 1 and 4; "
+    assert ended["verdict"].startswith(told)
     assert (ended["outcome"], ended["best_checkpoint"]) == ("finished", None)
     assert all(each["left_s"] >= 0 for each in steps[1:]) and steps[-1]["left_s"] == 0
 

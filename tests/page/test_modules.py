@@ -346,6 +346,7 @@ def test_each_model_sees_the_system_prompt_and_its_own_answers(call: Call) -> No
     settings = {"model": "m", "isChat": True, "system": "Be short.", "maxTokens": 5}
     path, body = call("conversation.js", "requestOf", turns, "base", settings)
     assert (path, body["max_tokens"]) == ("v1/chat/completions", 5)
+    assert body["separate_reasoning"] is False, "answers are shown as they were drawn"
     assert [(each["role"], each["content"]) for each in body["messages"]] == [
         ("system", "Be short."),
         ("user", "Hi"),

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.server.openai.openai_case import LETTERS, TEMPLATE
+from tests.server.openai.scripted import QWEN, Talk
 from tests.support.fake_backend import FAKE_INFO, FakeBackend
 from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_engine.core.adapter import BaseModelInfo
@@ -273,3 +274,9 @@ async def speaking(api: Any, tokenizer: Path) -> Any:
     """The API with a worker whose base model has a tokenizer."""
     await api.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
     return api
+
+
+@pytest.fixture
+async def talk(api: Any, tmp_path: Path, request: Any) -> Talk:
+    """The API with a model that says what a test wants; the parameter is its chat template."""
+    return await Talk.begun(api, tmp_path / "scripted", getattr(request, "param", None) or QWEN)

@@ -158,3 +158,19 @@ async def test_a_cancelled_caller_does_not_cancel_the_shared_query() -> None:
     leaving.cancel()
     assert len(await staying) == 1
     assert store.asked == 1
+
+
+@pytest.mark.parametrize("suffix", [":peft:64", ":peft:1", ":64", ":peft", ":peft:other"])
+async def test_a_suffix_may_ask_for_a_context_that_fits(suffix: str) -> None:
+    assert FAKE_INFO.context_length == 64
+    assert await served(Says(model("a", 1))).resolve(f"a{suffix}") == "a"
+
+
+@pytest.mark.parametrize("suffix", [":peft:65", ":262144", ":peft:" + "9" * 200])
+async def test_a_longer_context_than_the_served_one_is_refused(suffix: str) -> None:
+    with pytest.raises(UserError, match=r"asks for a context of \d+ tokens.* 'a' with 64: ask"):
+        await served(Says(model("a", 1))).resolve(f"a{suffix}")
+
+
+async def test_the_exact_name_is_served_whatever_it_ends_in() -> None:
+    assert await served(Says(model("a:peft:128", 1))).resolve("a:peft:128") == "a:peft:128"

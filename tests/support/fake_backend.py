@@ -42,6 +42,7 @@ from tuneserve_engine.core.adapter import (
     check_adam_params,
 )
 from tuneserve_engine.core.errors import EngineError, ServerError, UserError
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.shapes import StaticShapes
 
 LAYERS, WIDTH = 2, 4
@@ -233,6 +234,9 @@ class FakeBackend:
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         self._check_fits(state)
         self._adapters[adapter_id] = _fresh(state)
+
+    def pending_grammar(self, grammar: Grammar) -> None:
+        return None
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         found = snapshot_id in self._snapshots

@@ -15,6 +15,7 @@ from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import TrainBatch, TrainResult
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.jobs import (
     CreateModel,
     Job,
@@ -169,8 +170,8 @@ class Bench:
     async def step(self, model: str, at: int | None = None) -> str:
         return await self.submit(JobKind.OPTIM_STEP, encode(STEP), model, at)
 
-    async def sample(self, tenant: str, seq: int) -> str:
-        command = SampleCommand(prompt=[1, 2], seed=seq, max_tokens=2)
+    async def sample(self, tenant: str, seq: int, grammar: Grammar | None = None) -> str:
+        command = SampleCommand(prompt=[1, 2], seed=seq, max_tokens=2, grammar=grammar)
         payload = encode(command)
         scope = f"{tenant}:sample"
         job = Job(tenant, JobKind.SAMPLE, scope, seq, payload, base_model=FAKE_INFO.name)

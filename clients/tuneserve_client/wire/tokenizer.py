@@ -60,6 +60,11 @@ class Tokenizer:
         return found
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, if there is one."""
+        return self._source
+
+    @property
     def vocab_size(self) -> int:
         size: int = self._tokenizer.get_vocab_size()
         return size

@@ -36,6 +36,14 @@ class CreateSessionRequest(Request):
 
 class CreateSessionResponse(Response):
     session_id: str
+    info_message: str | None = Field(
+        default=None, description="Base models whose workers still compile ahead."
+    )
+    warning_message: str | None = Field(
+        default=None,
+        description="Reasons for which requests may wait or fail: no worker, programs that cannot "
+        "be compiled, a budget or a disk that is nearly used up.",
+    )
 
 
 class SessionHeartbeatRequest(Request):
@@ -348,11 +356,15 @@ class LoadWeightsForm(Request):
     session_id: Any = None
 
 
+_TOKEN = "Opens nothing here: this server issues no tokens. A published path needs none."
+
+
 class LoadIntoRequest(ModelKey):
     """A ``load_weights`` into an existing model."""
 
     path: str
     optimizer: bool
+    weights_access_token: str | None = Field(default=None, max_length=4096, description=_TOKEN)
 
 
 class LoadNewRequest(SessionKey):
@@ -363,6 +375,7 @@ class LoadNewRequest(SessionKey):
     base_model: str | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = Field(default=None, max_length=4096, description=_TOKEN)
 
 
 class WeightsInfoRequest(Request):
@@ -488,6 +501,7 @@ class CheckpointResponse(Response):
     checkpoint_type: Literal["training", "sampler", "external"]
     time: datetime
     tinker_path: str
+    base_model: str | None = None
     size_bytes: int | None = None
     public: bool = False
     user_metadata: dict[str, str] | None = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.shapes import StaticShapes
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -110,6 +111,7 @@ class SamplingRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to logits, by id
     presence_penalty: float = 0.0  # subtracted from logits of ids drawn so far
     frequency_penalty: float = 0.0  # the same, once for each time that the id was drawn
+    grammar: Grammar | None = None  # what the text must be; wins over biases and penalties
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     prompt_logprobs: bool = False
@@ -307,6 +309,14 @@ class Backend(Protocol):
         ...
 
     def has_snapshot(self, snapshot_id: str) -> bool: ...
+
+    def pending_grammar(self, grammar: Grammar) -> Callable[[], object] | None:
+        """Return the compilation to run before samples with this grammar; None if there is none.
+
+        Thread-safe, and so is the compilation, which raises nothing: a grammar that cannot be
+        compiled fails its samples. Optional: otherwise the call that samples compiles it.
+        """
+        ...
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
         """Register frozen weights for sampling.

@@ -13,6 +13,7 @@ import msgspec
 
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.errors import Category, EngineError
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord, SamplerRecord, Update
 from tuneserve_engine.core.usage import CurvePoint, Usage
 
@@ -158,7 +159,8 @@ class SaveWeights:
     """A save to the file ``file_id``.
 
     ``checkpoint`` is the record that names the file, ``sampler`` the sampling session of an unnamed
-    sampler save; either becomes visible when the file is in place.
+    sampler save; either becomes visible when the file is in place. ``session_key`` is the sampling
+    session of an inflight save, whose ``sampler`` is the target that such sessions share.
     """
 
     kind: CheckpointKind
@@ -167,6 +169,7 @@ class SaveWeights:
     sampler: SamplerRecord | None = None
     overwrite: bool = False
     age_recipients: tuple[str, ...] = ()
+    session_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,7 @@ class SampleCommand:
     logit_bias: dict[int, float] = field(default_factory=dict)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    grammar: Grammar | None = None
     stop_tokens: list[int] | None = None
     stop_strings: list[str] | None = None
     prompt_logprobs: bool = False
@@ -248,6 +252,14 @@ def decode(payload: bytes, command_type: type[Command]) -> Command:
     return msgspec.msgpack.decode(payload, type=command_type)
 
 
+def grammar_of(payload: bytes) -> Grammar | None:
+    """Return the grammar of a sample; None if it has none, or if the payload is invalid."""
+    try:
+        return msgspec.msgpack.decode(payload, type=_GrammarNeeds).grammar
+    except msgspec.DecodeError:
+        return None
+
+
 def snapshot_and_sequences(payload: bytes) -> tuple[str | None, int]:
     """Return the file of a sample's snapshot, if it has one, and the number of sequences.
 
@@ -258,6 +270,12 @@ def snapshot_and_sequences(payload: bytes) -> tuple[str | None, int]:
     except msgspec.DecodeError:
         return None, 0
     return size.file_id, size.num_samples
+
+
+class _GrammarNeeds(msgspec.Struct):
+    """The field of a ``SampleCommand`` that is compiled ahead."""
+
+    grammar: Grammar | None = None
 
 
 class _SnapshotNeeds(msgspec.Struct):

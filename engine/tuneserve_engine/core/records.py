@@ -27,6 +27,10 @@ class Scope(StrEnum):
     ADMIN = "admin"  # look at every tenant's work, and change nothing
 
 
+INFLIGHT = ":inflight"
+"""The end of the key of the record that a model's inflight sampling sessions share."""
+
+
 class CheckpointKind(StrEnum):
     """The middle part of a ``tinker://`` path."""
 
@@ -63,6 +67,7 @@ class ModelRecord:
     diverged: bool = False  # a replay gave another result than the one that the client has
     user_metadata: dict[str, str] = field(default_factory=dict)
     ended: str | None = None  # the reason for which its session has ended
+    project_id: str | None = None  # its session's, which may be forgotten before the model
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,11 @@ class RunEventRecord:
 
 @dataclass(frozen=True)
 class SamplerRecord:
-    """A sampling session; ``file_id`` None samples the base model."""
+    """A sampling session; ``file_id`` None samples the base model.
+
+    The inflight sampling sessions of a model have no weights of their own. They share those of the
+    record that ``target`` names, which each inflight save of the model replaces.
+    """
 
     key: str  # <session>:sample:<n>
     tenant: str
@@ -93,11 +102,17 @@ class SamplerRecord:
     model_id: str = ""  # the saved model, if this is an unnamed save
     size_bytes: int = 0  # of its file
     used_s: float = 0.0  # when a client last sampled from it, or polled for a sample
+    target: str = ""  # the record with the weights, if they are inflight
 
     @property
     def is_save(self) -> bool:
         """Whether this is an unnamed save: it owns the weights, which count as a checkpoint."""
         return self.file_id is not None and self.model_path is None
+
+    @property
+    def is_target(self) -> bool:
+        """Whether this is no session, but the weights that inflight sessions share."""
+        return self.key.endswith(INFLIGHT)
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,13 @@ class CheckpointRecord:
     public: bool = False
     expires_s: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
+    uploaded: bool = False  # an external checkpoint that was uploaded: a LoRA adapter in our format
+    project_id: str | None = None  # of a checkpoint without a model; others have their session's
+
+    @property
+    def is_export(self) -> bool:
+        """Whether the checkpoint's files are for download only."""
+        return self.kind is CheckpointKind.EXTERNAL and not self.uploaded
 
     def has_expired(self, now_s: float) -> bool:
         """Return whether the checkpoint counts as deleted, even if no sweep has removed it yet."""
@@ -181,6 +203,18 @@ class TenantRecord:
     device_s_a_day: float | None = None
 
 
+@dataclass(frozen=True)
+class AuditRecord:
+    """An event of the audit log: what was done to the things of a tenant, and by which key."""
+
+    key: str
+    tenant: str
+    parent: str  # the day in UTC, as 2026-11-29
+    event: str  # <resource>_<action>
+    created_s: float
+    details: dict[str, str] = field(default_factory=dict)
+
+
 Record = (
     SessionRecord
     | ModelRecord
@@ -191,6 +225,7 @@ Record = (
     | ProcessRecord
     | KeyRecord
     | TenantRecord
+    | AuditRecord
 )
 RECORD_TYPES: dict[str, type[Record]] = {
     "session": SessionRecord,
@@ -202,6 +237,7 @@ RECORD_TYPES: dict[str, type[Record]] = {
     "process": ProcessRecord,
     "key": KeyRecord,
     "tenant": TenantRecord,
+    "audit": AuditRecord,
 }
 RECORD_NAME: dict[type, str] = {record_type: name for name, record_type in RECORD_TYPES.items()}
 

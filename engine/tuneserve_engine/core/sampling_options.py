@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError, shown_number
+from tuneserve_engine.core.grammar import check_grammar
 from tuneserve_engine.core.jobs import MAX_SAMPLES, SampleCommand
 from tuneserve_engine.core.shapes import MAX_LOGIT_BIASES
 
@@ -56,6 +57,8 @@ def check_sampling_options(command: SampleCommand, names: Mapping[str, str] | No
             f"{_MAX_INT32}, or -1 for all tokens"
         )
     _check_edits(command)
+    if command.grammar is not None:
+        check_grammar(command.grammar)
 
 
 def check_biased_tokens(command: SampleCommand, info: BaseModelInfo) -> None:

@@ -5,6 +5,7 @@ With SQLite the API process owns the store, and workers reach its ``Queue`` half
 is something new: callers do not poll.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
@@ -113,6 +114,20 @@ class RequestState:
     kind: JobKind
     scope: str
     state: Literal["held", "ready", "done", "expired"]
+    failed: bool = False
+    usage: Usage | None = None  # set once the request is done, if it has run
+
+
+@dataclass(frozen=True)
+class KeptRequest:
+    """A request of a model, a sampling session or a session, whose result is not dropped yet."""
+
+    request_id: str
+    kind: JobKind
+    seq: int
+    state: Literal["held", "ready", "done"]
+    created_s: float
+    finished_s: float | None = None
     failed: bool = False
     usage: Usage | None = None  # set once the request is done, if it has run
 
@@ -431,9 +446,13 @@ class Store(Queue, Protocol):
         """
         ...
 
-    async def usage(self, tenant: str | None = None, since_s: float = 0.0) -> list[TenantUsage]:
-        """Return the usage of all tenants, or of one, since the start of ``since_s``'s day (UTC),
-        sorted by name."""
+    async def usage(
+        self, tenant: str | None = None, since_s: float = 0.0, before_s: float = math.inf
+    ) -> list[TenantUsage]:
+        """Return the usage of all tenants, or of one, sorted by name.
+
+        The days (UTC) from that of ``since_s`` on count, if they begin before ``before_s``.
+        """
         ...
 
     async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
@@ -445,6 +464,13 @@ class Store(Queue, Protocol):
         ...
 
     async def request(self, request_id: str) -> RequestState | None: ...
+
+    async def kept_requests(self, tenant: str, scope: str, *, limit: int) -> list[KeptRequest]:
+        """Return the kept requests among the ``limit`` with the highest ``seq``, in that order.
+
+        ``scope`` is that of the jobs: a model, a sampling session, or for creations a session.
+        """
+        ...
 
     async def stats(self) -> StoreStats: ...
 

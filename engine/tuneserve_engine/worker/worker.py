@@ -27,6 +27,7 @@ from tuneserve_engine.worker.accounting.usage_ledger import UsageLedger
 from tuneserve_engine.worker.batch_log import BatchLog, BatchTimes
 from tuneserve_engine.worker.device_loop import DeviceLoop
 from tuneserve_engine.worker.execution.executor import JobExecutor
+from tuneserve_engine.worker.execution.preparation import SamplePreparer
 from tuneserve_engine.worker.execution.read_ahead import SnapshotReader
 from tuneserve_engine.worker.lease import StoreSession
 from tuneserve_engine.worker.models.manager import ModelManager
@@ -141,6 +142,9 @@ class Worker:
         self._snapshots = SnapshotReader(
             executor.snapshots, self.pending, self._tasks.create_task, self._on_reader
         )
+        self._samples = SamplePreparer(
+            executor.pending_preparation, self._snapshots.route, self._tasks.create_task
+        )
         self._on_renewed = policy.renewed
         self._backend_metrics = policy.metrics
         self._peak_flops = policy.peak_flops
@@ -241,6 +245,7 @@ class Worker:
         end, but nothing waits for their outcomes: the store takes only the cost from them.
         """
         self.pending.drop_requests(request_ids)
+        self._samples.drop_requests(request_ids)
         self._snapshots.drop_requests(request_ids)
         self._device_loop.cancel(request_ids)
         self._drop(request_ids)
@@ -273,7 +278,7 @@ class Worker:
             for job in jobs:
                 self._cursor = job.release
                 if job.model_id is None:
-                    self._snapshots.route(job)
+                    self._samples.route(job)
                 else:
                     self._models.route(job)
             self._device_loop.prefetch()

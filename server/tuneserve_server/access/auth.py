@@ -21,7 +21,8 @@ from typing import TypeVar
 from tuneserve_engine.core.records import KeyRecord, Scope
 from tuneserve_engine.store.base import Store
 from tuneserve_engine.store.errors import StoreFailed
-from tuneserve_server.errors import KeyRefused, TooManyLogins
+from tuneserve_server.access import tokens
+from tuneserve_server.errors import KeyRefused, TokenRefused, TooManyLogins
 
 FRESH_S = 2.0  # with PATIENCE_S, a revoked key is refused within 5 s
 PATIENCE_S = 2.0  # for a store that does not answer about a cached key
@@ -41,10 +42,16 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True)
 class Identity:
-    """The tenant of a request and the scopes of its key."""
+    """The tenant of a request, the scopes of its key, and the key's public id.
+
+    In open mode, there is no id. ``until_s`` is set if the client sent a token in place of the key:
+    the token's expiry, in unix seconds.
+    """
 
     tenant: str
     scopes: frozenset[Scope]
+    key_id: str = ""
+    until_s: float | None = None
 
 
 # --- keys ---------------------------------------------------------------------------------------
@@ -218,6 +225,8 @@ class Authenticator:
         Valid keys from that address are still accepted, unless the flood is so large that keys new
         to this process are no longer looked up (``LOOKUPS_PER_S``).
         """
+        if api_key is not None and tokens.is_token(api_key):
+            return await self._by_token(api_key, address)
         if not await self.wants_keys():
             return Identity(open_tenant(api_key), ALL_SCOPES)
         if not api_key:
@@ -237,4 +246,26 @@ class Authenticator:
                 raise TooManyLogins()
             self._failures.record_failure(address)
             raise _refused()
-        return Identity(key.tenant, frozenset(key.scopes))
+        return Identity(key.tenant, frozenset(key.scopes), key.key)
+
+    async def _by_token(self, token: str, address: str) -> Identity:
+        """Return the identity of a token's key, as it is now. Raises ``TokenRefused``."""
+        now_s = self._wall_clock()
+        claims = tokens.read_token(self._pepper, token)
+        if claims is None:
+            if self._failures.is_over(address):
+                raise TooManyLogins()
+            self._failures.record_failure(address)
+        elif now_s < claims.expires_s:
+            if not await self.wants_keys():
+                if not claims.key_id:
+                    return Identity(claims.tenant, ALL_SCOPES, until_s=claims.expires_s)
+            elif claims.key_id:
+                key = await self._keys.find_key(claims.key_id)
+                if key is not None and key.is_valid(now_s):
+                    scopes = frozenset(key.scopes)
+                    return Identity(key.tenant, scopes, key.key, claims.expires_s)
+        raise TokenRefused(
+            "this token is not of this server, or it has expired, or its key is expired or "
+            "revoked; send your key to POST /api/v1/auth/token for another, or send the key itself"
+        )

@@ -71,6 +71,13 @@ class DiskGuard:
             self._look()
         return self._refusal
 
+    def warning(self) -> str | None:
+        """Return a warning if twice the reserved bytes are not free; None otherwise."""
+        if self.refusal() is not None or self._left_bytes >= 2 * self._min_free_bytes:
+            return None
+        left_bytes = self._left_bytes - self._min_free_bytes
+        return f"the server's disk has room for {left_bytes} more bytes; delete checkpoints"
+
     def _look(self) -> None:
         self._looked_s = self._clock()
         self._admitted_bytes = 0

@@ -9,8 +9,9 @@ from tuneserve_server.errors import ScopeMissing
 
 _TRAIN = frozenset({Scope.TRAIN})
 _SAMPLE = frozenset({Scope.SAMPLE})
+_ADMIN = frozenset({Scope.ADMIN})
 _EITHER = _TRAIN | _SAMPLE
-_ANY = _EITHER | {Scope.ADMIN}  # with the admin scope, a key sees all tenants there
+_ANY = _EITHER | {Scope.ADMIN}  # there, an admin key may see all tenants
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 SCOPES: dict[str, frozenset[Scope]] = {
@@ -29,6 +30,7 @@ SCOPES: dict[str, frozenset[Scope]] = {
     "POST /save_weights_for_sampler": _TRAIN,
     "POST /save_weights_external": _TRAIN,
     "POST /load_weights": _TRAIN,
+    "POST /copy_weights": _TRAIN,
     "POST /weights_info": _EITHER,
     "POST /create_sampling_session": _SAMPLE,
     "POST /join_sampling_session": _SAMPLE,
@@ -37,15 +39,18 @@ SCOPES: dict[str, frozenset[Scope]] = {
     "POST /retrieve_future": _EITHER,
     "POST /retrieve_futures": _SAMPLE,
     "POST /cancel_future": _SAMPLE,
-    "GET /training_runs": _EITHER,
+    "GET /training_runs": _ANY,
     "GET /training_runs/search": _EITHER,
-    "GET /training_runs/{model_id}": _EITHER,
+    "GET /training_runs/{model_id}": _ANY,
     "PATCH /training_runs/{model_id}": _TRAIN,
     "GET /training_runs/{model_id}/events": _EITHER,
     "POST /training_runs/{model_id}/events": _TRAIN,
     "GET /training_runs/{model_id}/checkpoints": _EITHER,
-    "GET /checkpoints": _EITHER,
+    "GET /checkpoints": _ANY,
     "POST /checkpoints/import": _TRAIN,
+    "POST /checkpoints/search": _EITHER,
+    "POST /external_weights_upload_start": _TRAIN,
+    "POST /external_weights_upload_finish": _TRAIN,
     f"DELETE {_CHECKPOINT}": _TRAIN,
     f"PUT {_CHECKPOINT}/ttl": _TRAIN,
     f"POST {_CHECKPOINT}/publish": _TRAIN,
@@ -59,10 +64,22 @@ SCOPES: dict[str, frozenset[Scope]] = {
     "GET /live/runs/{model_id}": _ANY,
     "GET /training_runs/{model_id}/curve": _EITHER,
     "GET /requests/{request_id}": _EITHER,
-    "GET /sessions": _EITHER,
-    "GET /sessions/{session_id}": _EITHER,
+    "POST /sessions/search": _ANY,
+    "PUT /sessions/{session_id}/project": _EITHER,
+    "GET /sessions/{session_id}/trace_export": _EITHER,
+    "POST /auth/token": _ANY,
+    "GET /auth/apikey/me": _ANY,
+    "DELETE /auth/apikey/me": _ANY,
+    "GET /audit": _ADMIN,
+    "GET /billing/usage/events": _ANY,
+    "GET /billing/usage/checkpoints/current": _ANY,
+    "GET /sessions": _ANY,
+    "GET /sessions/{session_id}": _ANY,
     "POST /v1/completions": _SAMPLE,
     "POST /v1/chat/completions": _SAMPLE,
+    "POST /v1/messages": _SAMPLE,
+    "POST /v1/messages/count_tokens": _SAMPLE,
+    "POST /v1/responses": _SAMPLE,
     "GET /v1/models": _EITHER,
     "GET /v1/models/{model}": _EITHER,
 }

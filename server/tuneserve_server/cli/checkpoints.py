@@ -91,18 +91,21 @@ def delete_checkpoint(
 @app.command("ttl")
 def set_ttl(
     path: CheckpointPath,
-    seconds: Annotated[
+    time: Annotated[
         str,
-        typer.Argument(metavar="SECONDS", help="Seconds from now, 3600 or more; none: no expiry."),
+        typer.Argument(metavar="TIME", help="Time from now, such as 1h or 30d; none: no expiry."),
     ],
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Set the time after which a checkpoint is deleted, or remove its expiry."""
-    if seconds != _NEVER and not seconds.isdecimal():
-        end(f"SECONDS is {seconds!r}; it must be a whole number, or none for no expiry", REFUSED)
-    ttl_s = None if seconds == _NEVER else int(seconds)
+    from tuneserve_engine.settings.units import seconds_of  # imports pydantic
+
+    try:
+        ttl_s = None if time == _NEVER else round(seconds_of(time))
+    except (ValueError, OverflowError):
+        end(f"TIME is {time!r}; it must be like 7200, 2h or 30d, or none for no expiry", REFUSED)
     with connected(url, api_key) as client:
         path = checkpoint_path(client, path, newest=False)
         client.set_ttl(path, ttl_s)

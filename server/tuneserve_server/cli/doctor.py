@@ -114,7 +114,7 @@ def _engine() -> Finding:
             "engine",
             "FAIL",
             f"not installed: {', '.join(missing)}; a worker needs them (an API process does not): "
-            "pip install 'tuneserve[engine]', or 'tuneserve[cuda]' for an NVIDIA GPU (Python 3.12 "
+            "in a clone, pip install '.[engine]', or '.[cuda]' for an NVIDIA GPU (Python 3.12 "
             "or later)",
         )
     return Finding("engine", "OK", f"installed, jax {importlib.metadata.version('jax')}")
@@ -151,8 +151,8 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
     text = f"{found['count']} x {found['kind']} ({found['platform']}), {size(found['bytes'])}"
     if found["platform"] == "cpu" and _NVIDIA.exists():
         way_out = (
-            "JAX does not see this machine's NVIDIA GPU: pip install 'tuneserve[cuda]' with Python "
-            "3.12 or later"
+            "JAX does not see this machine's NVIDIA GPU: in a clone, pip install '.[cuda]' with "
+            "Python 3.12 or later"
         )
         return Finding("device", "WARN", f"{text}; {way_out}")
     return Finding("device", "OK", text)

@@ -140,10 +140,10 @@ def set_tenant(  # noqa: PLR0913 - options
     ] = None,
     max_checkpoint_bytes: Annotated[
         str | None,
-        typer.Option(help="Bytes of checkpoints from which the tenant can save no more."),
+        typer.Option(help="Size of checkpoints, such as 10GB, from which no more can be saved."),
     ] = None,
     device_s_a_day: Annotated[
-        str | None, typer.Option(help="Budget in device seconds per day (UTC).")
+        str | None, typer.Option(help="Budget of device time per day (UTC), such as 1h30m.")
     ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -159,7 +159,7 @@ def set_tenant(  # noqa: PLR0913 - options
         "device_s_a_day": device_s_a_day,
     }
     change = {
-        field: None if text == _AS_SET else text
+        field: None if text == _AS_SET else _value(field, text)
         for field, text in given.items()
         if text is not None
     }
@@ -229,6 +229,19 @@ def _part(text: str) -> str:
 
 def _end(text: str, status: int = REFUSED) -> NoReturn:
     output.end(text, status)
+
+
+def _value(field: str, text: str) -> str | int | float:
+    """Return the value of a limit. Ends the command for one that is not a size or a duration."""
+    from tuneserve_engine.settings.units import bytes_of, seconds_of  # imports pydantic
+
+    option = f"--{field.replace('_', '-')}"
+    try:
+        if field == "max_checkpoint_bytes":
+            return bytes_of(text)
+        return seconds_of(text) if field == "device_s_a_day" else text
+    except ValueError as error:
+        _end(f"{option} is {text!r}; {error}")
 
 
 def _expiry(key: dict[str, Any]) -> str:

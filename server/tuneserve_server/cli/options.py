@@ -108,7 +108,8 @@ class ListFirst(TyperGroup):
     """A group of commands whose default command is ``list``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's, or its copy's
-        if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
+        is_listing = not args or (args[0].startswith("-") and args[0] not in ("-h", "--help"))
+        if is_listing and not ctx.resilient_parsing:  # that of a shell's completion
             args = ["list", *args]
         rest: list[str] = super().parse_args(ctx, args)
         return rest

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 FAILED = 1
+INTERRUPTED = 130
+"""A shell's status of a command that Ctrl-C ended."""
 """The exit status of a command that was called correctly but failed."""
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -4,6 +4,7 @@ Each has a sink, which calls the tracker's own package: figures at a step, and a
 """
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Protocol, Self
 
 import typer
 
+from tuneserve_server.cli.output import INTERRUPTED
 from tuneserve_server.cli.train_options import Tracker
 from tuneserve_server.cli.train_view import Evaluated, Step, View
 
@@ -23,7 +25,7 @@ class Sink(Protocol):
 
     def log_figures(self, step: int, figures: Mapping[str, float]) -> None: ...
 
-    def end_run(self, *, succeeded: bool) -> None: ...
+    def end_run(self, error: BaseException | None) -> None: ...
 
 
 class _Trackio:
@@ -33,7 +35,7 @@ class _Trackio:
     def log_figures(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
 
-    def end_run(self, *, succeeded: bool) -> None:
+    def end_run(self, error: BaseException | None) -> None:
         self._run.finish()
 
 
@@ -45,15 +47,16 @@ class _Wandb:
     def log_figures(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
 
-    def end_run(self, *, succeeded: bool) -> None:
-        self._run.finish(exit_code=0 if succeeded else 1)
+    def end_run(self, error: BaseException | None) -> None:
+        self._run.finish(exit_code=0 if error is None else 1)
 
 
 class _TensorBoard:
-    """Event files in ``runs/NAME``, where ``tensorboard --logdir runs`` finds them."""
+    """Event files in ``runs/NAME-TIME``, where ``tensorboard --logdir runs`` finds them."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
-        folder = Path("runs") / (re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run")
+        name = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
+        folder = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._writer = import_module("tensorboardX").SummaryWriter(str(folder))
         table = "\n".join(f"| {key} | {value} |" for key, value in config.items())
         self._writer.add_text("config", f"| | |\n|---|---|\n{table}")
@@ -62,7 +65,7 @@ class _TensorBoard:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
-    def end_run(self, *, succeeded: bool) -> None:
+    def end_run(self, error: BaseException | None) -> None:
         self._writer.close()
 
 
@@ -76,8 +79,13 @@ class _MLflow:
     def log_figures(self, step: int, figures: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(figures), step=step)
 
-    def end_run(self, *, succeeded: bool) -> None:
-        self._mlflow.end_run("FINISHED" if succeeded else "KILLED")
+    def end_run(self, error: BaseException | None) -> None:
+        failed = "KILLED" if _is_interrupted(error) else "FAILED"
+        self._mlflow.end_run("FINISHED" if error is None else failed)
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    return isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", None) == INTERRUPTED
 
 
 _SINKS: dict[Tracker, Callable[[str, Mapping[str, Any]], Sink]] = {
@@ -119,7 +127,7 @@ class Reports:
         trace: TracebackType | None,
     ) -> None:
         """End the run at each of the trackers."""
-        self._each(lambda sink: sink.end_run(succeeded=error is None))
+        self._each(lambda sink: sink.end_run(error))
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         for tracker, sink in list(self._sinks.items()):

@@ -28,8 +28,9 @@ def run_id(client: "sdk.Client", wanted: str) -> str:
     if _RUN_ID.fullmatch(wanted):
         return wanted
     runs = client.runs()
-    if wanted == LAST and runs:
-        return runs[0].training_run_id
+    shown = (each for each in runs if (each.user_metadata or {}).get("archived") != "true")
+    if wanted == LAST and (newest := next(shown, None)):
+        return newest.training_run_id
     found = _runs_like(runs, wanted)
     if len(found) == 1:
         return found[0].training_run_id

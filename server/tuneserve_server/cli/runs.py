@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 app = application(cls=ListFirst, help="List, show, compare and annotate training runs.")
 
 _HEAD = ["name", "state", "step", "loss", "held out", "duration", "tokens", "created (UTC)", "id"]
+_ASCEND = ("name", "loss", "held_out_loss")
 _PAGE = 500
 _NOT_COMPARED = {"name", "config", "checkpoints", "samples"}  # in the head, in rows, too long
 
@@ -45,8 +46,10 @@ def list_runs(  # noqa: PLR0913 - options
     tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
     archived: Annotated[bool, typer.Option("--archived", help="Archived runs too.")] = False,
     sort: Annotated[
-        RunOrder, typer.Option(help="Figure to sort by, the largest first.")
+        RunOrder,
+        typer.Option(help="Figure to sort by. Losses and names ascend; all others descend."),
     ] = "created",
+    reverse: Annotated[bool, typer.Option("--reverse", help="Sort the other way round.")] = False,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
@@ -61,6 +64,7 @@ def list_runs(  # noqa: PLR0913 - options
                 tag=tag,
                 archived=None if archived else False,
                 sort=sort,
+                descending=(sort in _ASCEND) == reverse,
                 limit=_PAGE,
                 offset=len(runs),
             )

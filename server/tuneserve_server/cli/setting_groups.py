@@ -9,7 +9,7 @@ GROUPS = {
         host port public_url allowed_hosts trusted_proxies trusted_network poll_s retrieve_futures
         header_timeout_s body_timeout_s keep_alive_s
     """,
-    "Access": "require_keys group_access tenant_metrics",
+    "Access": "require_keys token_auth group_access tenant_metrics",
     "Files": """
         data_dir files_dir files_url files_cache_bytes min_free_bytes quarantine_s max_unused_share
         download_ttl_s max_import_bytes

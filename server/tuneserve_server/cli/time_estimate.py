@@ -8,7 +8,8 @@ from tuneserve_server.cli.resolve import run_name
 from tuneserve_server.cli.train_view import time_text
 
 _READ = 50
-_SHORTEST_S = 1.0
+_FEWEST_STEPS = 10
+"""With fewer steps, most of a run's time is for its start."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,15 @@ class TimeEstimate:
     def of(cls, client: Client, base_model: str, tokens: int) -> Self | None:
         """Return the estimate for so many tokens at the speed of an earlier run.
 
-        It is the tenant's newest run on the same base model.
-        The speed counts all tokens from the run's creation to its last request, so it includes the
-        evaluations of that run, the compiler, and the work of other tenants. A run that still goes
-        on, or that took less than a second, does not count. Without such a run, return None.
+        It is the tenant's newest run of ten steps or more on the same base model that has ended.
+        Its speed counts all tokens from its creation to its last request, so it includes
+        evaluations, the compiler, and the work of other tenants. Without such a run, return None.
         """
         for run in client.search_runs(limit=_READ).training_runs:
             if run.base_model != base_model or run.state == "running" or not run.tokens:
                 continue
-            if (took_s := run.duration_s or 0.0) >= _SHORTEST_S:
-                speed = run.tokens / took_s
+            if run.duration_s and (run.step or 0) >= _FEWEST_STEPS:
+                speed = run.tokens / run.duration_s
                 return cls(tokens / speed, speed, run_name(run) or run.training_run_id)
         return None
 

@@ -1,5 +1,6 @@
 """``tuneserve train``: supervised fine-tuning of one adapter on rows of data."""
 
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,14 @@ def train(  # noqa: PLR0913 - options
     adapter: Annotated[
         str | None,
         typer.Option(help="Kind of adapter: lora, rslora or osft. Default: lora.", metavar="KIND"),
+    ] = None,
+    train_unembed: Annotated[
+        bool | None,
+        typer.Option(
+            "--train-unembed/--no-train-unembed",
+            help="Train the LM head too. Many inference servers refuse such an adapter. "
+            "Default: yes.",
+        ),
     ] = None,
     unfreeze_ratio: Annotated[
         float | None,
@@ -168,7 +177,7 @@ def train(  # noqa: PLR0913 - options
     """Fine-tune an adapter on conversations, prompts and completions, instructions, or texts."""
     given = {"kind": adapter, "unfreeze_ratio": unfreeze_ratio, "form": form}
     kind = {field: value for field, value in given.items() if value is not None}
-    if resume and (base_model or rank or kind):
+    if resume and (base_model or rank or kind or train_unembed is not None):
         end(
             "--base-model, --rank, --adapter and its options come from the checkpoint; leave them "
             "out with --resume",
@@ -179,6 +188,8 @@ def train(  # noqa: PLR0913 - options
         check_export(export, force=force)
     check_trackers(report_to or ())
     held_out = _held_out(eval_split, eval_file, eval_config)
+    if learning_rate is not None and not (learning_rate >= 0 and isfinite(learning_rate)):
+        end(f"--learning-rate is {learning_rate:g}; it must be 0 or more, and finite", REFUSED)
     try:
         check_exists(data)
     except NoSource as error:
@@ -206,12 +217,15 @@ def train(  # noqa: PLR0913 - options
         TrainOptions(
             data=data,
             name=name or f"train {Path(data).name}",
+            is_named=name is not None,
             base_model=base_model,
             adapter=kind | ({} if rank is None else {"rank": rank}),
+            train_unembed=train_unembed is not False,
             resume=resume,
             recipe=recipe,
             save=save,
             export=export,
+            force=force,
             columns=columns,
             skip_bad=skip_bad,
             report_to=tuple(dict.fromkeys(report_to or ())),

@@ -33,14 +33,19 @@ class TrainOptions:
 
     data: str
     name: str
+    is_named: bool
+    """Whether the user gave the name, rather than the file."""
     base_model: str | None
     adapter: dict[str, Any]
     """The fields of an adapter that were given; empty for the default."""
+    train_unembed: bool
     resume: str | None
     recipe: dict[str, Any]
     """The fields of the recipe; None for those of the resumed run, or the defaults."""
     save: str
     export: Path | None
+    force: bool
+    """Whether the export may replace files."""
     columns: str | None
     skip_bad: bool
     report_to: Sequence[Tracker]

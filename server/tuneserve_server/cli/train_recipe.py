@@ -74,14 +74,14 @@ class Recipe:
 
     def steps(self, count: int) -> int:
         """Return the number of steps of all epochs over ``count`` datums."""
-        return self.epochs * self._of_epoch(count)
+        return self.epochs * self.steps_per_epoch(count)
 
     def epoch(self, step: int, count: int) -> int:
         """Return the epoch of a step; epochs count from 1, steps from 0."""
-        return step // self._of_epoch(count) + 1
+        return step // self.steps_per_epoch(count) + 1
 
     def batch(self, step: int, data: Sequence[T]) -> list[T]:
-        epoch, place = divmod(step, self._of_epoch(len(data)))
+        epoch, place = divmod(step, self.steps_per_epoch(len(data)))
         order = list(range(len(data)))
         random.Random(f"{self.seed}:{epoch}").shuffle(order)
         first = place * self.batch_size
@@ -111,7 +111,8 @@ class Recipe:
     def _every(self, steps: int) -> int:
         return self.eval_every or max(1, round(steps / _EVALUATIONS))
 
-    def _of_epoch(self, count: int) -> int:
+    def steps_per_epoch(self, count: int) -> int:
+        """Return the number of steps of one epoch over ``count`` datums."""
         return -(-count // self.batch_size)
 
     # --- in a checkpoint --------------------------------------------------------------------------

@@ -62,6 +62,10 @@ class TrainingLoop:
         return self.is_early or self.next == self.steps
 
     @property
+    def steps_per_epoch(self) -> int:
+        return self.recipe.steps_per_epoch(len(self._data))
+
+    @property
     def held_out(self) -> HeldOut | None:
         return self.evaluation.losses if self.evaluation else None
 

@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from tuneserve_client import Adapter, Client, Model, RequestFailed
+from tuneserve_client import Adapter, Client, Model, RequestFailed, TuneserveError
 from tuneserve_client.defaults import RANK
+from tuneserve_client.runs import RunOutcome
 from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli.data.sources import NoSource
 from tuneserve_server.cli.evaluation import Evaluation
 from tuneserve_server.cli.options import PATIENT_S, connected
-from tuneserve_server.cli.output import FAILED, end, print_json_line, this_command
+from tuneserve_server.cli.output import FAILED, INTERRUPTED, end, print_json_line, this_command
 from tuneserve_server.cli.reporting import ReportedView, Reports
 from tuneserve_server.cli.run_events import record_event, record_outcome
 from tuneserve_server.cli.time_estimate import TimeEstimate
@@ -32,7 +33,6 @@ from tuneserve_server.cli.training_loop import TrainingLoop
 from tuneserve_server.cli.verdict import Diverged, DivergenceWatch, Verdict
 
 _SAVE_AGAIN_S = 15.0
-_INTERRUPTED = 130  # a shell's status of a command that Ctrl-C ended
 
 
 def fine_tune(asked: TrainOptions) -> None:
@@ -95,6 +95,7 @@ def _model(client: Client, plan: TrainPlan, asked: TrainOptions) -> Model:
     return client.create_model(
         plan.base_model,
         rank=rank or RANK,
+        train_unembed=asked.train_unembed,
         seed=plan.recipe.seed,
         adapter=kind,
         name=asked.name,
@@ -115,6 +116,7 @@ def _config(plan: TrainPlan, asked: TrainOptions) -> dict[str, Any]:
         "held_out_rows": plan.held_out_count,
         # With another order of the rows, the steps begin anew, and the optimizer's go on.
         "steps": plan.steps if plan.first or not plan.resume else None,
+        "train_unembed": None if asked.train_unembed else False,
         "resumed_from": plan.resume,
         "save": asked.save,
     }
@@ -131,18 +133,24 @@ def _carry_out(client: Client, run: TrainingLoop, asked: TrainOptions, reports: 
                 run.go(view, stop)
         except Diverged as error:
             _end_diverged(client, run, error, as_json=asked.as_json)
+        except TuneserveError:
+            record_outcome(client, run.model.id, "failed")
+            raise
         name = asked.save if run.is_whole else f"{asked.save}-step-{run.next}"
         path = _saved(run, name)
         exported = str(asked.export) if run.is_whole and asked.export else None
         if exported:
             client.download(path, exported)
-    verdict = Verdict.on("finished" if run.is_whole else "stopped", run.losses, run.held_out)
+    outcome: RunOutcome = "finished" if run.is_whole else "stopped"
+    verdict = Verdict.on(outcome, run.losses, run.held_out, run.steps_per_epoch)
     _record(client, run, verdict)
     _tell(run, asked, verdict, path, exported)
     if run.is_whole:
         return
     more = [] if asked.save == SAVED_AS else ["--save", asked.save]
+    more += ["--name", asked.name] if asked.is_named else []
     more += ["--export", str(asked.export)] if asked.export else []
+    more += ["--force"] if asked.export and asked.force else []
     more += asked.part
     more += ["--map", asked.columns] if asked.columns else []
     more += ["--skip-bad"] if asked.skip_bad else []
@@ -151,7 +159,7 @@ def _carry_out(client: Client, run: TrainingLoop, asked: TrainOptions, reports: 
     more += asked.server
     again = shlex.join([this_command(), "train", asked.data, "--resume", path, *more])
     typer.echo(f"stopped after step {run.next} of {run.steps}; continue with: {again}", err=True)
-    raise typer.Exit(_INTERRUPTED)
+    raise typer.Exit(INTERRUPTED)
 
 
 def _tell(

@@ -13,7 +13,8 @@ from tuneserve_client.runs import RunOutcome
 _SAME = 0.01
 """The relative change of a loss that counts as none."""
 _HIGH_START = 1.5
-_WINDOW = 3
+_WINDOW, _LONG_WINDOW = 3, 10
+_FEW_STEPS = 20
 _ROUNDING = 0.999
 _NOT_FINITE = "not finite"  # in the server's refusal
 
@@ -37,13 +38,17 @@ class DivergenceWatch:
     A run has diverged if a loss or a gradient norm is not finite. It has also diverged if the
     held-out loss, or the mean training loss of three steps, reaches that of a uniform guess,
     ln(vocabulary), or 1.5 times the first loss if this is more. With weights that are far too
-    large, many base models give the same logit to all tokens, which is exactly a uniform guess.
+    large, many base models give the same logit to all tokens, which is exactly a uniform guess,
+    and then no gradient is left: a step with that loss and no gradient has diverged, too. So has a
+    run whose mean loss of ten steps reaches twice that of its first three, and 4 more.
     """
 
     def __init__(self, vocabulary: int) -> None:
         self._uniform = math.log(vocabulary)
         self._first: float | None = None
+        self._begun: list[float] = []
         self._last: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._longer: deque[float] = deque(maxlen=_LONG_WINDOW)
 
     def see_step(self, step: int, loss: float, grad_norm: float | None) -> None:
         """Check the training loss before a step, and its gradient. Raises ``Diverged``."""
@@ -51,12 +56,24 @@ class DivergenceWatch:
             raise Diverged(step, f"loss {loss}")
         if grad_norm is not None and not math.isfinite(grad_norm):
             raise Diverged(step, f"gradient norm {grad_norm}")
+        if grad_norm == 0 and math.isclose(loss, self._uniform, rel_tol=1 - _ROUNDING):
+            raise Diverged(step, f"loss {loss:.4g}, that of a uniform guess, without a gradient")
+        self._see_rise(step, loss)
         if self._first is None:
             self._first = loss
             return
         self._last.append((step, loss))
         if len(self._last) == _WINDOW:
             self.finish()
+
+    def _see_rise(self, step: int, loss: float) -> None:
+        if len(self._begun) < _WINDOW:
+            self._begun.append(loss)
+            return
+        self._longer.append(loss)
+        begun, mean = _mean(self._begun), _mean(self._longer)
+        if len(self._longer) == _LONG_WINDOW and mean >= 2 * begun + 4:
+            raise Diverged(step, f"loss {mean:.4g} in ten steps, after {begun:.4g} at the start")
 
     def see_held_out(self, step: int, loss: float, first: float) -> None:
         """Check the held-out loss after ``step`` steps. Raises ``Diverged``."""
@@ -69,7 +86,7 @@ class DivergenceWatch:
         """Check the last steps, however few they are. Raises ``Diverged``."""
         if self._first is None or not self._last:
             return
-        mean = sum(loss for _, loss in self._last) / len(self._last)
+        mean = _mean([loss for _, loss in self._last])
         if mean >= _ROUNDING * self.limit(self._first):
             raise Diverged(self._last[-1][0], f"loss {mean:.4g}, {self._compared(self._first)}")
 
@@ -110,6 +127,8 @@ class HeldOut:
     def text(self) -> str:
         """The verdict in plain words."""
         first, best, last = self.first_loss, self.best_loss, self.last_loss
+        if self.last_step == self.best_step and first == best:
+            return f"held-out loss was {first:.4g} in the only evaluation, at step {self.last_step}"
         if best >= first * (1 - _SAME):
             if last > first * (1 + _SAME):
                 return (
@@ -143,9 +162,15 @@ class Verdict:
     best_checkpoint: str | None = None
 
     @classmethod
-    def on(cls, outcome: RunOutcome, losses: Sequence[float], held_out: HeldOut | None) -> Self:
+    def on(
+        cls,
+        outcome: RunOutcome,
+        losses: Sequence[float],
+        held_out: HeldOut | None,
+        steps_per_epoch: int,
+    ) -> Self:
         """Judge a run by its held-out losses or, if it has none, by its training losses."""
-        text = held_out.text if held_out else training_text(losses)
+        text = held_out.text if held_out else training_text(losses, steps_per_epoch)
         return cls(outcome, text).with_best(held_out)
 
     @classmethod
@@ -169,15 +194,29 @@ class Verdict:
         return asdict(self)
 
 
-def training_text(losses: Sequence[float]) -> str:
-    """Compare the mean training loss of the first tenth of the steps with that of the last."""
-    if len(losses) < 2:
+def training_text(losses: Sequence[float], steps_per_epoch: int) -> str:
+    """Compare the mean training loss of the first epoch with that of the last whole one.
+
+    They have the same rows. In less than two epochs, compare the first tenth of the steps with the
+    last; fewer than 20 steps say more about their rows than about the model.
+    """
+    epochs = len(losses) // steps_per_epoch
+    if epochs >= 2:
+        count, end = steps_per_epoch, epochs * steps_per_epoch
+        parts = f"epochs 1 and {epochs}"
+    elif len(losses) >= _FEW_STEPS:
+        count, end = len(losses) // 10, len(losses)
+        parts = "first and last tenth of the steps"
+    else:
         return "too few steps for a verdict; hold rows out with --eval-split 0.05"
-    count = max(1, len(losses) // 10)
-    first, last = sum(losses[:count]) / count, sum(losses[-count:]) / count
-    compared = f"from {first:.4g} to {last:.4g}, first and last tenth of the steps"
+    first, last = _mean(losses[:count]), _mean(losses[end - count : end])
+    compared = f"from {first:.4g} to {last:.4g}, {parts}"
     if last < first * (1 - _SAME):
         return f"training loss fell {compared}; see other rows' loss with --eval-split 0.05"
     if last > first * (1 + _SAME):
         return f"training loss rose {compared}: lower --learning-rate"
     return f"training loss stayed {compared}: raise --learning-rate or --epochs"
+
+
+def _mean(losses: Sequence[float]) -> float:
+    return sum(losses) / len(losses)

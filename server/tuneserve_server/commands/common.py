@@ -21,6 +21,7 @@ from tuneserve_engine.core.adapter import (
 from tuneserve_engine.core.errors import UserError, shown_number
 from tuneserve_engine.core.jobs import LoadWeights, SaveWeights
 from tuneserve_engine.core.records import (
+    INFLIGHT,
     CheckpointKind,
     CheckpointRecord,
     ModelRecord,
@@ -30,7 +31,7 @@ from tuneserve_engine.store.files import new_file_id
 from tuneserve_server.base_models import is_same
 from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.dependencies import Caller
-from tuneserve_server.errors import ModelUnavailable, UnknownResource
+from tuneserve_server.errors import ModelUnavailable
 
 TTL_S = (3600, 315_360_000)  # one hour, ten years: what the SDK promises
 _ADAPTER = "adapter"  # the entry of user_metadata that holds the adapter's kind
@@ -283,6 +284,12 @@ def save_for_sampler(
     model: ModelRecord, request: types.SaveWeightsForSamplerRequest
 ) -> SaveWeights:
     """Return the save of a named checkpoint, or of a sampling session on the current weights."""
+    is_inflight = request.kind == "inflight"
+    if request.path is not None and is_inflight:
+        raise UserError(
+            "kind is inflight and path is set; inflight weights are replaced by the next inflight "
+            "save, so they have no name: leave path out, or save a snapshot under this name"
+        )
     if request.path is not None:
         checkpoint = new_checkpoint(model, CheckpointKind.SAMPLER, request, request.user_metadata)
         return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint)
@@ -291,8 +298,9 @@ def save_for_sampler(
             "path and sampling_session_seq_id are both missing; send path to save the weights "
             "under a name, or sampling_session_seq_id to sample from them"
         )
+    session_key = sampler_key(model.parent, request.sampling_session_seq_id)
     sampler = SamplerRecord(
-        key=sampler_key(model.parent, request.sampling_session_seq_id),
+        key=f"{model.key}{INFLIGHT}" if is_inflight else session_key,
         tenant=model.tenant,
         parent=model.parent,
         base_model=model.base_model,
@@ -302,7 +310,11 @@ def save_for_sampler(
         used_s=time.time(),
     )
     assert sampler.file_id is not None
-    return SaveWeights(CheckpointKind.SAMPLER, sampler.file_id, sampler=sampler)
+    return SaveWeights(
+        *(CheckpointKind.SAMPLER, sampler.file_id),
+        sampler=sampler,
+        session_key=session_key if is_inflight else "",
+    )
 
 
 def save_external(model: ModelRecord, request: types.SaveWeightsExternalRequest) -> SaveWeights:
@@ -338,30 +350,6 @@ def with_size(save: SaveWeights, config: AdapterConfig, info: BaseModelInfo | No
 
 def sampler_key(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
-
-
-async def sampled_checkpoint(caller: Caller, path: str) -> CheckpointRecord:
-    """Return the caller's checkpoint at ``path``. Raises ``UserError`` for an export."""
-    checkpoint = await caller.owned(CheckpointRecord, path)
-    if checkpoint.kind is CheckpointKind.EXTERNAL:
-        raise UserError(
-            f"{path} is an export for download; sample from a sampler_weights or weights path"
-        )
-    return checkpoint
-
-
-async def training_checkpoint(caller: Caller, path: str) -> CheckpointRecord:
-    """Return the caller's training checkpoint at ``path``. Raises ``UserError`` otherwise."""
-    try:
-        checkpoint = await caller.owned(CheckpointRecord, path)
-    except UnknownResource as error:
-        raise UserError(str(error)) from None
-    if checkpoint.kind is not CheckpointKind.TRAINING:
-        raise UserError(
-            f"{path} holds {checkpoint.kind.value}; to continue training, load a "
-            "tinker://.../weights/... path, as save_state returns"
-        )
-    return checkpoint
 
 
 def check_base_model(checkpoint: CheckpointRecord, base_model: str) -> None:

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from tuneserve_client.wire import types
 from tuneserve_client.wire.body import Request
 from tuneserve_server import errors
+from tuneserve_server.error_shapes import AnthropicFailure, is_anthropic
 
 _REF = "#/components/schemas/{model}"
 BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
@@ -61,6 +62,12 @@ def takes_archive() -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {TAR: {"schema": BINARY["schema"]}}}}
 
 
+def takes_file() -> dict[str, Any]:
+    """Return the ``openapi_extra`` of a route that reads a file of any type."""
+    content = {"application/octet-stream": {"schema": BINARY["schema"]}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def fails(*kinds: type[errors.ApiError], body: type[BaseModel] = types.Failure) -> Declared:
     """Return the ``responses`` of a route that may answer with these errors."""
     declared: Declared = {}
@@ -79,7 +86,7 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
         schemas.pop(unused, None)
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            _add_common_failures(operation, is_openai=path.startswith(errors.OPENAI_PREFIX))
+            _add_common_failures(operation, path)
     return document
 
 
@@ -98,7 +105,8 @@ def _is_request(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Request)
 
 
-def _add_common_failures(operation: dict[str, Any], *, is_openai: bool) -> None:
+def _add_common_failures(operation: dict[str, Any], path: str) -> None:
+    is_openai = path.startswith(errors.OPENAI_PREFIX)
     responses = operation["responses"]
     responses.pop("422", None)
     kinds: list[type[errors.ApiError]] = [*_ALL]
@@ -110,7 +118,9 @@ def _add_common_failures(operation: dict[str, Any], *, is_openai: bool) -> None:
         kinds.append(errors.Malformed)
     if is_openai:  # there, a body that cannot be read is a 400
         kinds = [each for each in kinds if each is not errors.Malformed]
-    body = errors.OpenAIFailure if is_openai else types.Failure
+    body: type[BaseModel] = errors.OpenAIFailure if is_openai else types.Failure
+    if is_anthropic(path):
+        body = AnthropicFailure
     for status in {kind.status for kind in kinds}:
         codes = [kind.code for kind in kinds if kind.status == status]
         _add_failure(responses.setdefault(str(status), {}), codes, body.__name__)

@@ -1,5 +1,7 @@
 """The length limits of texts from OpenAI clients, checked before the texts are tokenized."""
 
+from typing import Any
+
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.errors import InvalidField
@@ -28,6 +30,7 @@ def checked_length(
     else:
         assert isinstance(request, ChatCompletionRequest)
         field, characters = "messages", sum(map(_of_message, request.messages))
+        characters += sum(_of_tool(each.model_dump()) for each in request.tools or [])
         if len(request.messages) > context:
             raise InvalidField(
                 f"messages has {len(request.messages)} entries; {info.name} has a context of "
@@ -58,5 +61,16 @@ def _of_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> int:
 def _of_message(message: ChatMessage) -> int:
     content = message.content or ""
     parts = [content] if isinstance(content, str) else [part.text for part in content]
-    others = (message.name or "", message.reasoning_content or "")
-    return sum(map(len, (*parts, *others)))
+    others = (message.name or "", message.reasoning_content or message.reasoning or "")
+    calls = [each.function for each in message.tool_calls or []]
+    written = [text for each in calls for text in (each.name, each.arguments)]
+    return sum(map(len, (*parts, *others, *written)))
+
+
+def _of_tool(value: Any) -> int:
+    """Return the characters of the texts in a tool."""
+    if isinstance(value, dict):
+        return sum(len(name) + _of_tool(each) for name, each in value.items())
+    if isinstance(value, list):
+        return sum(map(_of_tool, value))
+    return len(value) if isinstance(value, str) else 1

@@ -5,7 +5,7 @@ ignored.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, cast
@@ -25,9 +25,9 @@ from tuneserve_server.commands.common import checked_seed
 from tuneserve_server.commands.sampling import checked_prompt, checked_stops
 from tuneserve_server.errors import InvalidField, Malformed
 from tuneserve_server.http import body
+from tuneserve_server.openai import response_format
 from tuneserve_server.openai.types import (
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     GenerationRequest,
 )
@@ -65,7 +65,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
@@ -103,10 +102,13 @@ def parse(body_type: type[G], raw: bytes) -> G:
         request = body.parse(body_type, raw, notices_unknown=False)
     except Malformed as error:
         raise named(body_type, str(error)) from None
-    _check_rest(request, "", best_of=request.n or 1)
+    check_rest(request, "", best_of=request.n or 1)
     if isinstance(request, ChatCompletionRequest):
         for index, message in enumerate(request.messages):
-            _check_rest(message, f"messages[{index}].")
+            check_rest(message, f"messages[{index}].")
+        for index, tool in enumerate(request.tools or []):
+            check_rest(tool, f"tools[{index}].")
+            check_rest(tool.function, f"tools[{index}].function.")
     return request
 
 
@@ -117,16 +119,26 @@ def named(body_type: type[Request], problem: str) -> InvalidField:
     return InvalidField(problem, name[0] if found and name else None)
 
 
-def _check_rest(part: Request, where: str, **neutral: Any) -> None:
-    """Refuse fields that are not supported, unless their values ask for nothing."""
+def check_rest(
+    part: Request,
+    where: str,
+    harmless: frozenset[str] = _HARMLESS,
+    unsupported: Mapping[str, tuple[Any, ...]] = _NEUTRAL,
+    **neutral: Any,
+) -> None:
+    """Refuse fields that are not supported, unless their values ask for nothing.
+
+    ``unsupported`` has such values, the first for use in the error. Raises ``InvalidField``.
+    """
     for name, value in (part.model_extra or {}).items():
-        asks_nothing = value is None or value in _NEUTRAL.get(name, ())
-        if name in _HARMLESS or asks_nothing or (name in neutral and value == neutral[name]):
+        asks_nothing = value is None or value in unsupported.get(name, ())
+        if name in harmless or asks_nothing or (name in neutral and value == neutral[name]):
             continue
-        if name in _NEUTRAL:
+        if name in unsupported:
+            instead = f", or send {unsupported[name][0]!r}" if unsupported[name] else ""
             raise InvalidField(
                 f"{where}{name} is not supported by this server, and it would change the answer; "
-                f"leave it out, or send {_NEUTRAL[name][0]!r}",
+                f"leave it out{instead}",
                 name,
             )
         close = meant(name, type(part).model_fields.keys())
@@ -158,26 +170,6 @@ def prompts(request: CompletionRequest, text: BaseText, info: BaseModelInfo) -> 
         ]
     except UserError as error:
         raise named(CompletionRequest, str(error)) from None
-
-
-def conversation(
-    request: ChatCompletionRequest, text: BaseText, info: BaseModelInfo
-) -> list[list[int]]:
-    """Return the tokens of the conversation, as the only prompt. Blocks."""
-    messages = [_message(each) for each in request.messages]
-    most = text.most_characters(info.context_length)
-    return [text.chat(messages, request.chat_template_kwargs or {}, most)]
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """Return the message in the form that chat templates read."""
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    others = {"name": message.name, "reasoning_content": message.reasoning_content}
-    given = {name: value for name, value in others.items() if value is not None}
-    return {"role": role, "content": content or "", **given}
 
 
 def scoring(request: GenerationRequest) -> Scoring:
@@ -270,6 +262,7 @@ def _samples(
     echoed = scored.wanted and echo(request) is not Echo.NONE
     length_name, most = _max_tokens(request)
     count_name, count = _sample_count(request)
+    form = response_format.grammar(request)
     commands = [
         SampleCommand(
             prompt=checked_prompt(prompt, info, room=_room(request)),
@@ -283,6 +276,7 @@ def _samples(
             logit_bias=request.logit_bias or {},
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
+            grammar=form,
             stop_strings=strings,
             topk_sample_logprobs=scored.top,
             prompt_logprobs=echoed,

@@ -46,6 +46,7 @@ class Choice:
     text: str
     finish_reason: Literal["stop", "length"] | None  # None: more follows
     scored: list[ScoredToken] | None
+    stop: str | None = None  # the stop string that ended the text
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,15 @@ def _choice(
 ) -> Choice:
     text = reading.text
     tokens, stopped = _tokens(sequence, reading.eos)
-    said = cut_at(text.decode(tokens), command.stop_strings or [])
+    stops = command.stop_strings or []
+    whole = text.decode(tokens)
+    said = cut_at(whole, stops)
+    cut = whole[len(said) :]
     return Choice(
         text=said,
         finish_reason="stop" if stopped else "length",
         scored=_scored(sequence, tokens, text, len(said)) if reading.scored else None,
+        stop=next((stop for stop in stops if cut.startswith(stop)), None),
     )
 
 
@@ -256,7 +261,7 @@ def _row(packed: bytes, row: int, width: int) -> bytes:
     return packed[4 * row * width : 4 * (row + 1) * width]
 
 
-# --- the two shapes ------------------------------------------------------------------------------
+# --- completions ---------------------------------------------------------------------------------
 
 
 class ResponseFormat(Protocol):
@@ -327,51 +332,9 @@ def _names(scored: ScoredToken, *, as_ids: bool) -> dict[int, str]:
     return names
 
 
-class ChatShape:
-    id_prefix = "chatcmpl-"
-    whole = "chat.completion"
-    chunk = "chat.completion.chunk"
-
-    def choice(self, index: int, choice: Choice) -> Json:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": _chat_logprobs(choice),
-            "finish_reason": choice.finish_reason,
-        }
-
-    def pieces(self, index: int, choice: Choice, *, is_first: bool) -> list[Json]:
-        found = []
-        if is_first:
-            found.append(_piece(index, {"role": "assistant", "content": ""}, None, None))
-        if choice.text or choice.scored:
-            found.append(_piece(index, {"content": choice.text}, _chat_logprobs(choice), None))
-        if choice.finish_reason is not None:
-            found.append(_piece(index, {}, None, choice.finish_reason))
-        return found
-
-
-def _piece(index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _chat_logprobs(choice: Choice) -> Json | None:
-    if choice.scored is None:
-        return None
-    content = [
-        {
-            **_token(token.text, token.logprob),
-            "top_logprobs": [_token(each.text, each.logprob) for each in token.top],
-        }
-        for token in choice.scored
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _token(text: str, logprob: float | None) -> Json:
-    """Return a token's entry; ``bytes`` is null for a token that is part of a character."""
-    whole = _CUT not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+def is_whole(text: str) -> bool:
+    """Return whether the text has no token that is part of a character."""
+    return _CUT not in text
 
 
 def usage(answers: Sequence[SampledAnswer]) -> Json:

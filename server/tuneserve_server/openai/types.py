@@ -13,6 +13,9 @@ from tuneserve_client.wire.body import Request
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
 def _by_id(value: object) -> object:
     """Convert the keys of a JSON object to token ids."""
     if not isinstance(value, dict):
@@ -43,6 +46,12 @@ class GenerationRequest(Request):
     )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    response_format: dict[str, Any] | None = Field(
+        default=None, description="Any text, any JSON object, or JSON of a schema."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="As in vLLM: a schema, a regular expression, or choices."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -65,16 +74,87 @@ class CompletionRequest(GenerationRequest):
     )
 
 
-class TextPart(Request):
+_MEDIA = {
+    "audio": "audio",
+    "document": "a document",
+    "file": "a file",
+    "image": "an image",
+    "image_url": "an image",
+    "input_audio": "audio",
+    "input_file": "a file",
+    "input_image": "an image",
+    "video_url": "a video",
+}
+
+
+def media(kind: object) -> str:
+    """Return in words what a part of content is that is not text."""
+    return _MEDIA.get(kind, "of a kind that is not known") if isinstance(kind, str) else "no part"
+
+
+def _only_text(value: object) -> object:
+    """Refuse parts that are not text, in words that do not repeat them."""
+    for index, part in enumerate(value if isinstance(value, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(
+                f"part {index} is {media(kind)}; the models of this server read text only, so send "
+                "parts of the type text"
+            )
+    return value
+
+
+class ContentPart(Request):
     type: Literal["text"]
     text: str
 
 
+class CalledFunction(Request):
+    name: ToolName
+    arguments: str = Field(description="A JSON object, as text.")
+
+
+class MessageToolCall(Request):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Request):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[ContentPart] | None, BeforeValidator(_only_text)] = None
     name: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(
+        default=None, description="The reasoning of an earlier answer."
+    )
+    reasoning: str | None = Field(default=None, description="The same as `reasoning_content`.")
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = Field(
+        default=None, description="The call that a message of the role `tool` answers."
+    )
+
+
+class FunctionSpec(Request):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="A JSON schema of the arguments, which the template shows."
+    )
+    strict: bool | None = Field(default=None, description="`true` is refused.")
+
+
+class FunctionTool(Request):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(Request):
+    name: ToolName
+
+
+class NamedToolChoice(Request):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -82,7 +162,15 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="With `false`, an answer ends after its first call."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = Field(
+        default=None, description="With `false`, a reasoning block stays in the text."
+    )
 
 
 class ModelEntry(BaseModel):

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Response
 from tuneserve_client.wire import types
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import JobKind, LoadWeights, SaveWeights, encode
-from tuneserve_engine.core.records import CheckpointRecord, ModelRecord
+from tuneserve_engine.core.records import ModelRecord
 from tuneserve_server.admission import JobKey, submit_command, submit_job, submit_rejection
 from tuneserve_server.cleanup.unnamed_saves import delete_saves, in_the_way
+from tuneserve_server.commands import chosen
 from tuneserve_server.commands import common as commands
 from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, reply
 from tuneserve_server.errors import DiskFull, SessionClosed, TooManyRequests, UnknownResource
@@ -68,7 +69,10 @@ async def save_weights(caller: CallerDep, sent: SentJsonDep) -> Response:
     responses=fails(UnknownResource, TooManyRequests, DiskFull),
 )
 async def save_weights_for_sampler(caller: CallerDep, sent: SentJsonDep) -> Response:
-    """Save weights to sample from, under a name or as a sampling session."""
+    """Save weights to sample from, under a name or as a sampling session.
+
+    With kind `inflight`, all such sessions of the model sample the newest of these saves.
+    """
     request_type = types.SaveWeightsForSamplerRequest
     return await _save(caller, sent, request_type, commands.save_for_sampler)
 
@@ -99,7 +103,8 @@ async def load_weights(caller: CallerDep, sent: SentJsonDep) -> Response:
 
     async def command() -> LoadWeights:
         request = body.accepted(parsed)
-        checkpoint = await commands.training_checkpoint(caller, request.path)
+        token = request.weights_access_token
+        checkpoint = await chosen.training_checkpoint(caller, request.path, token)
         commands.check_base_model(checkpoint, model.base_model)
         return commands.load(checkpoint, optimizer=request.optimizer)
 
@@ -114,7 +119,8 @@ async def _load_new(caller: Caller, sent: SentJson) -> Response:
     try:
         request = body.accepted(parsed)
         commands.check_optimizer(request.optimizer_config)
-        checkpoint = await commands.training_checkpoint(caller, request.path)
+        token = request.weights_access_token
+        checkpoint = await chosen.training_checkpoint(caller, request.path, token)
         served_name = await caller.served.resolve(request.base_model or checkpoint.base_model)
         commands.check_base_model(checkpoint, served_name)
         user_metadata = commands.metadata(request.user_metadata)
@@ -140,7 +146,7 @@ async def _load_new(caller: Caller, sent: SentJson) -> Response:
 async def weights_info(caller: CallerDep, sent: SentJsonDep) -> Response:
     """Return the shape of the adapter in a checkpoint."""
     request = await sent.parsed(types.WeightsInfoRequest)
-    checkpoint = await caller.owned(CheckpointRecord, request.tinker_path)
+    checkpoint = await caller.readable(request.tinker_path)
     return reply(
         types.WeightsInfoResponse(
             base_model=checkpoint.base_model,

@@ -14,8 +14,11 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import FileResponse
 
 from tuneserve_engine.adapters import export_files
+from tuneserve_engine.adapters.checkpoint_format import MEMBER
 from tuneserve_engine.adapters.tensor_file import Damaged
-from tuneserve_server.dependencies import Caller, ServicesDep
+from tuneserve_engine.core.records import SessionRecord
+from tuneserve_server import session_trace
+from tuneserve_server.dependencies import Caller, Services, ServicesDep
 from tuneserve_server.errors import CheckpointDamaged, LinkInvalid, TooManyRequests, UnknownResource
 from tuneserve_server.http.openapi import BINARY, fails
 from tuneserve_server.transfer import peft_download
@@ -29,7 +32,7 @@ def _signature(secret: bytes, file_id: str, member: str, expires_s: int, tenant:
 
 
 def signed_url(caller: Caller, base_url: str, file_id: str, member: str, expires_s: int) -> str:
-    """Return a signed link to one member of the file, or to its archive.
+    """Return a signed link to one member of the file, to its archive, or to a session's trace.
 
     The link is valid until ``expires_s`` (unix seconds).
     """
@@ -70,17 +73,39 @@ async def download(  # noqa: PLR0913 - the parts of the link
     expected = _signature(services.secret, file_id, member, expires, tenant)
     if not hmac.compare_digest(expected.encode(), signature.encode()) or expires < time.time():
         raise LinkInvalid("this download link is not valid or has expired; request a new one")
+    if member == session_trace.NAME:
+        sending.enter_context(services.archives.counted(tenant))
+        return await _trace(services, file_id, tenant)
     if member == peft_download.NAME:
         sending.enter_context(services.archives.counted(tenant))
         archive = await services.archives.opened(file_id, "of this link")
         size = {"Content-Length": str(archive.size)}
         return peft_download.ArchiveResponse(services.archives.sent(archive), headers=size)
     folder, members = await services.archives.located(file_id)
+    if member in peft_download.CONVERTED and MEMBER in members:
+        sending.enter_context(services.archives.counted(tenant))
+        converted = await services.archives.converted(file_id, member)
+        return peft_download.ArchiveResponse(
+            services.archives.sent(converted),
+            headers={"Content-Length": str(converted.size)},
+            media_type="application/octet-stream",
+        )
     if member not in members:
         raise UnknownResource("the file is gone: its checkpoint was deleted or has expired")
     if "range" not in request.headers:  # a resumed download was checked when it began
         await asyncio.to_thread(_check, folder, member)
     return FileResponse(folder / member, media_type="application/octet-stream", filename=member)
+
+
+async def _trace(services: Services, session_id: str, tenant: str) -> Response:
+    """Return the trace of a session as it is now."""
+    session = await services.store.get_record(SessionRecord, session_id)
+    if session is None or session.tenant != tenant:
+        raise UnknownResource("the session of this link is forgotten")
+    content = await session_trace.trace_of(services.store, session)
+    name = f"{session.key}.pftrace"
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(content, media_type="application/octet-stream", headers=headers)
 
 
 def _check(folder: Path, member: str) -> None:

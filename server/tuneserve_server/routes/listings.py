@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
@@ -21,8 +21,9 @@ from tuneserve_engine.core.records import (
     SessionRecord,
     Update,
 )
+from tuneserve_server import projects
 from tuneserve_server.commands import common as commands
-from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, reply
+from tuneserve_server.dependencies import Access, Caller, CallerDep, SentJsonDep, reply
 from tuneserve_server.errors import (
     BadRequest,
     CheckpointDamaged,
@@ -31,13 +32,14 @@ from tuneserve_server.errors import (
     UnknownResource,
 )
 from tuneserve_server.http.openapi import fails, takes
+from tuneserve_server.projects import FilterDep
 from tuneserve_server.routes.downloads import signed_url
 from tuneserve_server.transfer import peft_download
 
 router = APIRouter()
 
 MOST_LISTED = 1000
-_TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
+CHECKPOINT_TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
     CheckpointKind.TRAINING: "training",
     CheckpointKind.SAMPLER: "sampler",
     CheckpointKind.EXTERNAL: "external",
@@ -55,9 +57,10 @@ def _time(unix_s: float) -> datetime:
 def checkpoint_body(checkpoint: CheckpointRecord) -> types.CheckpointResponse:
     return types.CheckpointResponse(
         checkpoint_id=f"{checkpoint.kind.value}/{checkpoint.name}",
-        checkpoint_type=_TYPES[checkpoint.kind],
+        checkpoint_type=CHECKPOINT_TYPES[checkpoint.kind],
         time=_time(checkpoint.created_s),
         tinker_path=checkpoint.key,
+        base_model=checkpoint.base_model,
         size_bytes=checkpoint.size_bytes,
         public=checkpoint.public,
         user_metadata=checkpoint.user_metadata,
@@ -89,7 +92,7 @@ def _known_to(request: Request, checkpoints: list[CheckpointRecord]) -> list[Che
     responses=fails(UnknownResource),
 )
 async def list_model_checkpoints(request: Request, model_id: str, caller: CallerDep) -> Response:
-    """List a model's checkpoints, newest first, or the checkpoint of an import."""
+    """List a model's checkpoints, newest first, or that of an import, an upload or a copy."""
     page = await caller.store.page_of_records(
         CheckpointRecord, tenant=caller.tenant, parent=model_id
     )
@@ -101,13 +104,14 @@ async def list_model_checkpoints(request: Request, model_id: str, caller: Caller
 
 @router.get("/checkpoints", response_model=types.CheckpointsResponse)
 async def list_checkpoints(
-    request: Request, caller: CallerDep, limit: Limit = 100, offset: Offset = 0
+    request: Request, caller: CallerDep, wanted: FilterDep, limit: Limit = 100, offset: Offset = 0
 ) -> Response:
-    """List the caller's checkpoints of all models, newest first."""
+    """List the caller's checkpoints of all models, newest first.
+
+    With the `access_scope` `accessible`, an admin key lists those of all tenants.
+    """
     limit = min(limit, MOST_LISTED)
-    page = await caller.store.page_of_records(
-        CheckpointRecord, tenant=caller.tenant, limit=limit, offset=offset
-    )
+    page = await projects.page_of(caller, CheckpointRecord, wanted, limit=limit, offset=offset)
     return reply(
         types.CheckpointsResponse(
             checkpoints=[checkpoint_body(c) for c in _known_to(request, live(page.items))],
@@ -120,10 +124,15 @@ async def _addressed(caller: Caller, model_id: str, kind: str, name: str) -> Che
     return await caller.owned(CheckpointRecord, f"tinker://{model_id}/{kind}/{name}")
 
 
+async def _readable(caller: Caller, model_id: str, kind: str, name: str) -> CheckpointRecord:
+    return await caller.readable(f"tinker://{model_id}/{kind}/{name}")
+
+
 @router.delete(_CHECKPOINT, responses=fails(UnknownResource))
 async def delete_checkpoint(model_id: str, kind: str, name: str, caller: CallerDep) -> Response:
     """Delete the checkpoint; its file is deleted once nothing uses it."""
     checkpoint = await _addressed(caller, model_id, kind, name)
+    await caller.record_event("checkpoint_delete", tinker_path=checkpoint.key)
     await caller.store.delete_record(CheckpointRecord, checkpoint.key)
     return JSONResponse({})
 
@@ -140,6 +149,10 @@ async def set_ttl(
     checkpoint = await _addressed(caller, model_id, kind, name)
     request = await sent.parsed(types.TtlRequest)
     expires_s = commands.checked_ttl(request.ttl_seconds, time.time())
+    expires_at = "" if expires_s is None else _time(expires_s).isoformat()
+    await caller.record_event(
+        "checkpoint_ttl_set", tinker_path=checkpoint.key, expires_at=expires_at
+    )
     await caller.store.update_record(Update("checkpoint", checkpoint.key, {"expires_s": expires_s}))
     return JSONResponse({})
 
@@ -149,9 +162,15 @@ async def set_ttl(
 async def publish(
     request: Request, model_id: str, kind: str, name: str, caller: CallerDep
 ) -> Response:
-    """Mark the checkpoint public or not. Other tenants gain no access to it on this server."""
+    """Publish the checkpoint, or end that. Only its owner can.
+
+    Any tenant of the server that knows the path of a published checkpoint can load, sample, copy
+    and download it. None can change or delete it, or see its run.
+    """
     checkpoint = await _addressed(caller, model_id, kind, name)
     public = request.method == "POST"
+    event = "checkpoint_publish" if public else "checkpoint_unpublish"
+    await caller.record_event(event, tinker_path=checkpoint.key)
     await caller.store.update_record(Update("checkpoint", checkpoint.key, {"public": public}))
     return JSONResponse({})
 
@@ -165,13 +184,17 @@ async def external_weights_urls(
     request: Request, model_id: str, kind: str, name: str, caller: CallerDep
 ) -> Response:
     """Return signed links to the files; anyone with a link can download until it expires."""
-    checkpoint = await _addressed(caller, model_id, kind, name)
+    checkpoint = await _readable(caller, model_id, kind, name)
     if checkpoint.kind is not CheckpointKind.EXTERNAL:
         raise UserError(
             f"{checkpoint.key} is not an export; call save_weights_external and download its result"
         )
+    await _record_download(caller, checkpoint)
     sign, expires_s = _links(request, caller, checkpoint)
-    urls = {member: sign(member) for member in await caller.archives.members(checkpoint.file_id)}
+    members: Collection[str] = peft_download.CONVERTED
+    if checkpoint.is_export:
+        members = await caller.archives.members(checkpoint.file_id)
+    urls = {member: sign(member) for member in members}
     return reply(types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires_s)))
 
 
@@ -188,7 +211,7 @@ async def archive(
     Anyone with the link can download until it expires. The whole checkpoint is read and checked
     before the answer.
     """
-    checkpoint = await _addressed(caller, model_id, kind, name)
+    checkpoint = await _readable(caller, model_id, kind, name)
     made_of = checkpoint.config.kind
     if kinds.kind_of(checkpoint.config).needs_decomposition:
         raise ExportNeeded(
@@ -198,8 +221,13 @@ async def archive(
         )
     with caller.archives.counted(caller.tenant):
         await caller.archives.opened(checkpoint.file_id, checkpoint.key)
+    await _record_download(caller, checkpoint)
     sign, expires_s = _links(request, caller, checkpoint)
     return reply(types.ArchiveUrlResponse(url=sign(peft_download.NAME), expires=_time(expires_s)))
+
+
+async def _record_download(caller: Caller, checkpoint: CheckpointRecord) -> None:
+    await caller.record_event("checkpoint_read", tinker_path=checkpoint.key, purpose="download")
 
 
 def _links(
@@ -212,11 +240,15 @@ def _links(
 
 
 @router.get("/sessions", response_model=types.SessionsResponse)
-async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
-    """List the caller's sessions, newest first."""
-    page = await caller.store.page_of_records(
-        SessionRecord, tenant=caller.tenant, limit=min(limit, MOST_LISTED), offset=offset
-    )
+async def list_sessions(
+    caller: CallerDep, wanted: FilterDep, limit: Limit = 20, offset: Offset = 0
+) -> Response:
+    """List the caller's sessions, newest first.
+
+    With the `access_scope` `accessible`, an admin key lists those of all tenants.
+    """
+    limit = min(limit, MOST_LISTED)
+    page = await projects.page_of(caller, SessionRecord, wanted, limit=limit, offset=offset)
     return reply(types.SessionsResponse(sessions=[session.key for session in page.items]))
 
 
@@ -224,24 +256,29 @@ async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0
     "/sessions/{session_id}", response_model=types.SessionResponse, responses=fails(UnknownResource)
 )
 async def get_session(
-    session_id: str, caller: CallerDep, limit: Limit = MOST_LISTED, offset: Offset = 0
+    session_id: str,
+    caller: CallerDep,
+    access_scope: Access = "owned",
+    limit: Limit = MOST_LISTED,
+    offset: Offset = 0,
 ) -> Response:
     """Return a session's models and sampling sessions, each newest first.
 
     Returns up to 1,000 of each, starting at ``offset``.
     """
-    session = await caller.owned(SessionRecord, session_id)
-    window = {"limit": min(limit, MOST_LISTED), "offset": offset}
+    seen = caller.seen(access_scope)
+    session = await caller.owned(SessionRecord, session_id, anyones=seen is None)
+    limit = min(limit, MOST_LISTED)
     models = await caller.store.page_of_records(
-        ModelRecord, tenant=caller.tenant, parent=session.key, **window
+        ModelRecord, parent=session.key, limit=limit, offset=offset
     )
     samplers = await caller.store.page_of_records(
-        SamplerRecord, tenant=caller.tenant, parent=session.key, **window
+        SamplerRecord, parent=session.key, limit=limit, offset=offset
     )
     return reply(
         types.SessionResponse(
             training_run_ids=[model.key for model in models.items],
-            sampler_ids=[sampler.key for sampler in samplers.items],
+            sampler_ids=[each.key for each in samplers.items if not each.is_target],
             user_metadata=session.user_metadata,
             display_name=session.display_name,
         )

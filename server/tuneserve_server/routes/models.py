@@ -51,6 +51,7 @@ def new_model(
         created_s=now_s,
         last_request_s=now_s,
         user_metadata=user_metadata,
+        project_id=session.project_id,
     )
 
 

@@ -21,10 +21,12 @@ from tuneserve_engine.core.records import (
     Scope,
     Update,
 )
+from tuneserve_server import projects
 from tuneserve_server.commands import common as commands
-from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, reply
+from tuneserve_server.dependencies import Access, Caller, CallerDep, SentJsonDep, reply
 from tuneserve_server.errors import BadRequest, DiskFull, UnknownResource
 from tuneserve_server.http.openapi import fails, takes
+from tuneserve_server.projects import FilterDep
 from tuneserve_server.routes.listings import MOST_LISTED, Limit, Offset, checkpoint_body, live
 from tuneserve_server.routes.usage import point_body
 from tuneserve_server.runs import names
@@ -91,13 +93,16 @@ async def _described(caller: Caller, model: ModelRecord) -> Response:
 
 
 @router.get("/training_runs", response_model=run_types.TrainingRunsResponse)
-async def list_training_runs(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
-    """List the caller's models, newest first."""
+async def list_training_runs(
+    caller: CallerDep, wanted: FilterDep, limit: Limit = 20, offset: Offset = 0
+) -> Response:
+    """List the caller's models, newest first.
+
+    With the `access_scope` `accessible`, an admin key lists those of all tenants.
+    """
     limit = min(limit, MOST_LISTED)
-    page = await caller.store.page_of_records(
-        ModelRecord, tenant=caller.tenant, limit=limit, offset=offset
-    )
-    runs = await caller.runs.describe(page.items, caller.tenant)
+    page = await projects.page_of(caller, ModelRecord, wanted, limit=limit, offset=offset)
+    runs = await caller.runs.describe(page.items, caller.seen(wanted.access_scope))
     return await _answer(caller, runs, (offset, limit), page.total)
 
 
@@ -175,9 +180,12 @@ def _watched(caller: Caller) -> str | None:
 
 
 @router.get(_RUN, response_model=run_types.TrainingRunResponse, responses=fails(UnknownResource))
-async def get_training_run(model_id: str, caller: CallerDep) -> Response:
+async def get_training_run(
+    model_id: str, caller: CallerDep, access_scope: Access = "owned"
+) -> Response:
     """Return one model."""
-    return await _described(caller, await caller.owned(ModelRecord, model_id))
+    anyones = caller.seen(access_scope) is None
+    return await _described(caller, await caller.owned(ModelRecord, model_id, anyones=anyones))
 
 
 @router.patch(

@@ -10,6 +10,7 @@ from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import JobKind, SampleCommand
 from tuneserve_engine.core.records import SamplerRecord
 from tuneserve_server.admission import JobKey, submit_command
+from tuneserve_server.commands import chosen
 from tuneserve_server.commands import common as commands
 from tuneserve_server.commands.sampling import sample_command, sequence_ids
 from tuneserve_server.dependencies import CallerDep, SentJsonDep, reply
@@ -40,7 +41,7 @@ async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respo
     caller.check_store()
     checkpoint = None
     if request.model_path is not None:
-        checkpoint = await commands.sampled_checkpoint(caller, request.model_path)
+        checkpoint = await chosen.sampled_checkpoint(caller, request.model_path)
     elif request.base_model is None:
         raise UserError("base_model and model_path are both missing; send one of them")
     asked = request.base_model or (checkpoint.base_model if checkpoint else "")
@@ -115,14 +116,13 @@ async def asample(caller: CallerDep, sent: SentJsonDep) -> Response:
     """Sample continuations of one prompt, compute the prompt's logprobs, or both."""
     keys, parsed = await sent.keyed(types.SamplingKey, types.SampleRequest)
     sampler = await caller.sampler(keys.sampling_session_id)
-    if sampler.model_id:
-        await caller.last_seen.record_sign("sampler", sampler.key)
+    weights = await caller.weights_of(sampler)
 
     async def command() -> SampleCommand:
         await caller.served.check(sampler.base_model)
         info = await caller.served.info(sampler.base_model)
         request = body.accepted(parsed)
-        found = sample_command(request, sampler.file_id, info)
+        found = sample_command(request, weights.file_id, info)
         record = bool(request.record_stability_info) and caller.settings.stable_reinforce
         return replace(found, record=record)
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
 
-from tuneserve_client.wire import types
+from tuneserve_client.wire import account_types, types
 from tuneserve_engine.core.records import ModelRecord, Scope, SessionRecord, Update
 from tuneserve_engine.core.usage import DAY_S
+from tuneserve_server import session_trace
 from tuneserve_server.access import scopes
 from tuneserve_server.base_models import failing, warming
 from tuneserve_server.commands import common as commands
@@ -24,6 +25,8 @@ from tuneserve_server.errors import (
     UnknownResource,
 )
 from tuneserve_server.http.openapi import fails, takes
+from tuneserve_server.routes.downloads import signed_url
+from tuneserve_server.session_notices import notices
 
 router = APIRouter()
 
@@ -33,10 +36,13 @@ async def client_config(caller: CallerDep) -> Response:
     """Return the SDK's feature flags that differ from the defaults; a client fetches them once."""
     flags: dict[str, bool | int] = {
         "sample_join_sampling_session": True,
+        "proto_compress_fwdbwd": True,
         # A run whose budget is used up pauses until the next day; an operator may raise the budget
         # at any time.
         "billing_exception_max_pause_duration_sec": 2 * DAY_S,
     }
+    if caller.settings.token_auth:
+        flags["pjwt_auth_enabled"] = True
     if caller.settings.retrieve_futures:
         flags["sample_use_retrieve_futures"] = True
     return JSONResponse(flags)
@@ -61,6 +67,7 @@ async def create_session(
     request = await sent.parsed(types.CreateSessionRequest)
     commands.check_session_metadata(request, caller.settings.max_session_metadata_bytes)
     caller.check_store()
+    told, warned = await notices(caller)
     now_s = time.time()
     session = await caller.store.put_new_record(
         SessionRecord(
@@ -75,7 +82,11 @@ async def create_session(
             sdk_version=request.sdk_version,
         )
     )
-    return reply(types.CreateSessionResponse(session_id=session.key))
+    return reply(
+        types.CreateSessionResponse(
+            session_id=session.key, info_message=told, warning_message=warned
+        )
+    )
 
 
 def _session_id(caller: Caller, idempotency_key: str | None) -> str:
@@ -118,6 +129,44 @@ async def _check_without_models(caller: Caller, session: SessionRecord) -> None:
     """Raise ``ScopeMissing`` if the session has models: they would end with it."""
     if (await caller.store.page_of_records(ModelRecord, parent=session.key, limit=0)).total:
         scopes.need(frozenset({Scope.TRAIN}), caller.scopes)
+
+
+@router.put(
+    "/sessions/{session_id}/project",
+    openapi_extra=takes(account_types.SessionProjectRequest),
+    responses=fails(BadRequest, UnknownResource),
+)
+async def set_session_project(session_id: str, caller: CallerDep, sent: SentJsonDep) -> Response:
+    """File the session and its models under a project; a new name makes a project."""
+    session = await caller.owned(SessionRecord, session_id)
+    request = await sent.parsed(account_types.SessionProjectRequest)
+    models = await caller.store.page_of_records(ModelRecord, parent=session.key)
+    changes = {"project_id": request.project_id}
+    await caller.record_event(
+        "project_session_set", session_id=session.key, project_id=request.project_id
+    )
+    await caller.store.update_record(
+        Update("session", session.key, changes),
+        *(Update("model", model.key, changes) for model in models.items),
+    )
+    return JSONResponse({})
+
+
+@router.get(
+    "/sessions/{session_id}/trace_export",
+    response_model=account_types.TraceExportResponse,
+    responses=fails(UnknownResource),
+)
+async def export_session_trace(request: Request, session_id: str, caller: CallerDep) -> Response:
+    """Return a signed link to the session's timeline, a trace that Perfetto reads.
+
+    Anyone with the link can download the trace until the link expires.
+    """
+    session = await caller.owned(SessionRecord, session_id)
+    base_url = caller.settings.public_url or str(request.base_url)
+    expires_s = int(time.time()) + caller.settings.download_ttl_s
+    url = signed_url(caller, base_url, session.key, session_trace.NAME, expires_s)
+    return reply(account_types.TraceExportResponse(url=url))
 
 
 @router.post("/telemetry", response_model=types.TelemetryResponse, openapi_extra=takes())

@@ -29,6 +29,8 @@ from tuneserve_server.http.openapi import fails, takes_archive
 
 router = APIRouter()
 
+IdempotencyKey = Annotated[str | None, Header()]
+
 
 @router.post(
     "/checkpoints/import",
@@ -42,14 +44,14 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
     name: str = "imported",
     base_model: Annotated[str | None, Query(max_length=256)] = None,
     ttl_seconds: int | None = None,
-    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Import an adapter in PEFT's layout as a training checkpoint with a fresh optimizer state.
 
     A retry with the same idempotency key returns the same checkpoint.
     """
     check_name("name", name)
-    origin = _origin(caller, x_idempotency_key)
+    origin = origin_of(caller, "import", x_idempotency_key)
     key = f"tinker://{origin}/{CheckpointKind.TRAINING.value}/{name}"
     known = await caller.store.get_record(CheckpointRecord, key)
     if known is not None:
@@ -82,18 +84,22 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
         size_bytes=kept.size,
         expires_s=expires_s,
     )
+    await caller.record_event("checkpoint_import", tinker_path=checkpoint.key)
     stored = await caller.store.put_new_record(checkpoint)
     if stored.file_id != kept.file_id:  # the same import came twice at once
         await asyncio.to_thread(caller.files.delete, kept.file_id)
     return _answer(stored)
 
 
-def _origin(caller: Caller, idempotency_key: str | None) -> str:
-    """Return the part of the path that is the model's key for other checkpoints."""
+def origin_of(caller: Caller, kind: str, idempotency_key: str | None) -> str:
+    """Return the part of a checkpoint's path that names its model; here it has none.
+
+    The same idempotency key of a tenant gives the same text.
+    """
     if idempotency_key is None:
-        return f"import-{uuid.uuid4().hex}"
-    text = f"import|{caller.tenant}|{idempotency_key}"
-    return "import-" + hmac.new(caller.secret, text.encode(), hashlib.sha256).hexdigest()[:32]
+        return f"{kind}-{uuid.uuid4().hex}"
+    text = f"{kind}|{caller.tenant}|{idempotency_key}"
+    return f"{kind}-" + hmac.new(caller.secret, text.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 async def _base_model(caller: Caller, asked: str | None, trained_on: str) -> BaseModelInfo:
@@ -110,6 +116,14 @@ async def _base_model(caller: Caller, asked: str | None, trained_on: str) -> Bas
             f"the adapter's base_model_name_or_path is not a base model of this server: {error}; "
             "if one of these is the same model, name it in base_model"
         ) from None
+    return await shapes_of(caller, name)
+
+
+async def shapes_of(caller: Caller, name: str) -> BaseModelInfo:
+    """Return the facts about a base model.
+
+    Raises ``ModelUnavailable`` while no worker has reported its shapes.
+    """
     info = await caller.served.info(name)
     if info is None or not info.target_shapes:
         raise ModelUnavailable(

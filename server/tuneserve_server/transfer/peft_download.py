@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 NAME = "checkpoint.tar"
 COMPLETE = "checkpoint_complete"
 """The name of an empty file, the last in the archive: an archive with it is complete."""
+CONVERTED = (export_files.CONFIG, export_files.WEIGHTS)
+"""The files in PEFT's layout that a checkpoint in our format is converted to."""
 CONTENT_TYPE = "application/x-tar"
 OF_TENANT = 4
 MOST = 64
@@ -90,7 +92,7 @@ class Archives:
         if own >= OF_TENANT or all_of_them >= MOST:
             limit = f"{own} of yours (limit {OF_TENANT}) and {all_of_them} in all (limit {MOST})"
             raise TooManyRequests(
-                f"too many checkpoints are being downloaded: {limit}; try again when one has ended",
+                f"too many downloads are running: {limit}; try again when one has ended",
                 _RETRY_S,
             )
         self._of_tenant[tenant] += 1
@@ -107,6 +109,14 @@ class Archives:
         Raises ``UnknownResource`` and ``CheckpointDamaged``.
         """
         return await self._in_thread(lambda: self._opened(file_id, name))
+
+    async def converted(self, file_id: str, member: str) -> Archive:
+        """Return one file of a checkpoint in our format, in PEFT's layout and without a tar around
+        it, after checking all of the checkpoint's bytes.
+
+        Raises ``UnknownResource`` and ``CheckpointDamaged``.
+        """
+        return await self._in_thread(lambda: self._converted(file_id, member))
 
     async def located(self, file_id: str) -> tuple[Path, list[str]]:
         """Return a local directory with the file's members, and their names.
@@ -132,28 +142,50 @@ class Archives:
 
     def _opened(self, file_id: str, name: str) -> Archive:
         folder, members = self._located(file_id)
+        if MEMBER in members:
+            files = self._converted_files(folder, name)
+        else:
+            files = self._stored_files(folder, name, members)
+        if not files:
+            raise UnknownResource(_GONE)
+        return _archive([*files, _ArchiveFile(COMPLETE, 0, iter(()))])
+
+    def _converted(self, file_id: str, member: str) -> Archive:
+        folder, members = self._located(file_id)
+        if MEMBER not in members:
+            raise UnknownResource(_GONE)
+        for each in self._converted_files(folder, "of this link"):
+            if each.name == member:
+                return Archive(each.size, each.pieces)
+        raise UnknownResource(_GONE)
+
+    def _converted_files(self, folder: Path, name: str) -> list[_ArchiveFile]:
         try:
-            if MEMBER in members:
-                found = peft_export.converted(folder, name, self._check_running)
-                files = _converted_files(found)
-            else:
-                for member in reversed(members):  # weights first: they hold the config's checksum
-                    self._check_running()
-                    export_files.check_member(folder, member)
-                files = [_stored_file(folder / member) for member in members]
+            found = peft_export.converted(folder, name, self._check_running)
         except FileNotFoundError:
             raise UnknownResource(_GONE) from None
         except FileDamaged as error:
             raise CheckpointDamaged(str(error)) from error
+        return [
+            _ArchiveFile(export_files.CONFIG, len(found.config), iter([found.config])),
+            _ArchiveFile(export_files.WEIGHTS, found.weights_size, found.weights()),
+        ]
+
+    def _stored_files(self, folder: Path, name: str, members: list[str]) -> list[_ArchiveFile]:
+        member = ""
+        try:
+            for member in reversed(members):  # weights first: they hold the config's checksum
+                self._check_running()
+                export_files.check_member(folder, member)
+            return [_stored_file(folder / member) for member in members]
+        except FileNotFoundError:
+            raise UnknownResource(_GONE) from None
         except Damaged as error:
             raise CheckpointDamaged(
                 f"the checkpoint {name} is damaged, in its file {folder.name}/{member}: {error}; "
                 "export the model or its checkpoint again, or ask the operator to restore that "
                 "file from a backup"
             ) from error
-        if not files:
-            raise UnknownResource(_GONE)
-        return _archive([*files, _ArchiveFile(COMPLETE, 0, iter(()))])
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         self._check_running()
@@ -195,13 +227,6 @@ def _archive(files: list[_ArchiveFile]) -> Archive:
         yield bytes(2 * tarfile.BLOCKSIZE)
 
     return Archive(blocks * tarfile.BLOCKSIZE, pieces())
-
-
-def _converted_files(found: peft_export.Converted) -> list[_ArchiveFile]:
-    return [
-        _ArchiveFile(export_files.CONFIG, len(found.config), iter([found.config])),
-        _ArchiveFile(export_files.WEIGHTS, found.weights_size, found.weights()),
-    ]
 
 
 def _stored_file(path: Path) -> _ArchiveFile:

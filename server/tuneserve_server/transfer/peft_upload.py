@@ -95,20 +95,50 @@ class PeftUploads:
         Raises ``UserError`` and ``Malformed`` for a faulty adapter, and the errors of receiving a
         body (``TooManyRequests``, ``BodyTooLarge``, ``BodyTooSlow``, ``DiskFull`` and others).
         """
+        async with self._staged(request, tenant, "upload.tar", self._limit_bytes) as folder:
+            living = asyncio.create_task(_live(folder))  # the upload may wait long
+            try:
+                yield await self._in_thread(lambda: _opened(folder / "upload.tar"))
+            finally:
+                living.cancel()
+
+    async def store_part(self, request: Request, tenant: str, member: str) -> tuple[str, int]:
+        """Receive the request's body as one file of an adapter, and store it unread.
+
+        Returns the id and the size of the file, which no record names yet. Raises the errors of
+        receiving a body.
+        """
+        limit = MAX_CONFIG_BYTES if member == tar.CONFIG else self._limit_bytes
+        async with self._staged(request, tenant, member, limit) as folder:
+            with _told():
+                return await self._in_thread(lambda: self._publish(folder, member))
+
+    @asynccontextmanager
+    async def opened_parts(
+        self, tenant: str, config_id: str, weights_id: str
+    ) -> AsyncIterator[Upload]:
+        """Yield the adapter of two stored parts.
+
+        Raises ``UserError`` for a faulty configuration, ``TooManyRequests`` and
+        ``StoreUnavailable``.
+        """
+        with self._counted(tenant):
+            yield await self._in_thread(lambda: self._joined(config_id, weights_id))
+
+    @asynccontextmanager
+    async def _staged(
+        self, request: Request, tenant: str, name: str, limit_bytes: int
+    ) -> AsyncIterator[Path]:
+        """Receive the request's body as a file, and yield its folder; the folder is deleted."""
         if request.headers.get("content-encoding", "identity") != "identity":
             raise UnknownEncoding("the adapter must be sent as it is, without a Content-Encoding")
         with self._counted(tenant), ExitStack() as folders:
             with _told():
                 folder = folders.enter_context(self._files.staging())
             try:
-                archive = folder / "upload.tar"
                 with _told():
-                    await self._receive(request, archive)
-                living = asyncio.create_task(_live(folder))  # the upload may wait long
-                try:
-                    yield await self._in_thread(lambda: _opened(archive))
-                finally:
-                    living.cancel()
+                    await self._receive(request, folder / name, limit_bytes)
+                yield folder
             finally:
                 if self._stopping.is_set():
                     folders.close()
@@ -143,6 +173,30 @@ class PeftUploads:
                 size = self._files.publish(staged, file_id)
             return StoredAdapter(file_id, size, adapter.config)
 
+    def _publish(self, folder: Path, member: str) -> tuple[str, int]:
+        with (folder / member).open("rb+") as file:
+            os.fsync(file.fileno())
+        os.utime(folder)
+        file_id = new_file_id()
+        with told_away():
+            return file_id, self._files.publish(folder, file_id)
+
+    def _joined(self, config_id: str, weights_id: str) -> Upload:
+        with told_away():
+            folders = [self._files.path(each) for each in (config_id, weights_id)]
+        config, weights = (
+            folder / name for folder, name in zip(folders, (tar.CONFIG, tar.WEIGHTS), strict=True)
+        )
+        try:
+            return Upload(
+                read_config(config.read_bytes()), PeftWeights(weights, 0, weights.stat().st_size)
+            )
+        except FileNotFoundError:
+            raise UserError(
+                "a file of this upload has just been replaced or has expired; finish it again, or "
+                "start another upload"
+            ) from None
+
     async def _in_thread(self, call: Callable[[], T]) -> T:
         self._check_running()
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -167,14 +221,14 @@ class PeftUploads:
             if not self._of_tenant[tenant]:
                 del self._of_tenant[tenant]
 
-    async def _receive(self, request: Request, archive: Path) -> None:
+    async def _receive(self, request: Request, archive: Path, limit_bytes: int) -> None:
         """Write the body to ``archive`` as it arrives.
 
         Raises ``BodyTooSlow``, ``BodyTooLarge``, ``DiskFull`` and ``StoreUnavailable``.
         """
         told = request.headers.get("content-length", "")
         expected = int(told) if told.isdecimal() else 0
-        self._check_size(expected)
+        _check_size(expected, limit_bytes)
         self._disk.check(expected)
         size, waiting, pace = 0, bytearray(), body.BodyDeadline(self._timeout_s)
         with open_new(archive, "xb") as file:
@@ -188,7 +242,7 @@ class PeftUploads:
             async def take(piece: bytes) -> None:
                 nonlocal size
                 size += len(piece)
-                self._check_size(size)
+                _check_size(size, limit_bytes)
                 waiting.extend(piece)
                 if len(waiting) >= _PIECE_BYTES:
                     with pace.stopped():  # the threads may be busy with gigabytes of others
@@ -203,12 +257,14 @@ class PeftUploads:
         if not is_whole:
             raise StoreUnavailable(_STOPPING)
 
-    def _check_size(self, size: int) -> None:
-        if size > self._limit_bytes:
-            raise BodyTooLarge(
-                f"the adapter has {size} bytes or more; the limit is {self._limit_bytes} "
-                "(max_import_bytes); save it in half precision, or ask the operator"
-            )
+
+def _check_size(size: int, limit_bytes: int) -> None:
+    if size > limit_bytes:
+        raise BodyTooLarge(
+            f"the adapter has {size} bytes or more; the limit is {limit_bytes} (max_import_bytes, "
+            f"or {MAX_CONFIG_BYTES} for {tar.CONFIG}); save it in half precision, or ask the "
+            "operator"
+        )
 
 
 async def _live(folder: Path) -> None:

@@ -333,7 +333,12 @@ class Script:
                 state = replace(
                     state, usage=replace(state.usage, total_s=round(state.usage.total_s))
                 )
-            return [await store.usage(tenant, since_s), curve, state, await store.stats()]
+            kept = [
+                replace(each, usage=each.usage and replace(each.usage, total_s=0.0))
+                for each in await store.kept_requests("alice", "s:train:0", limit=5)
+            ]
+            sums = [await store.usage(tenant, since_s), await store.usage(tenant, 0.0, since_s)]
+            return [sums, curve, state, kept, await store.stats()]
 
         return used
 

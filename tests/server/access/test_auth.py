@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.memory_store import MemoryStore
 from tuneserve_engine.core.records import KeyRecord, Scope, Update
 from tuneserve_engine.store.base import R
 from tuneserve_engine.store.errors import StoreFailed
-from tuneserve_server.access import auth
+from tuneserve_server.access import auth, tokens
 from tuneserve_server.access.auth import (
     LOGINS_PER_S,
     LOOKUPS_PER_S,
@@ -23,7 +24,7 @@ from tuneserve_server.access.auth import (
     digest,
     open_tenant,
 )
-from tuneserve_server.errors import ApiError, KeyRefused, TooManyLogins
+from tuneserve_server.errors import ApiError, KeyRefused, TokenRefused, TooManyLogins
 
 pytestmark = pytest.mark.anyio
 
@@ -125,10 +126,60 @@ async def test_a_valid_key_yields_its_tenant_and_scopes(store: Store, door: Auth
     one = await store.make("b", tenant="bob", scopes=[Scope.SAMPLE])
     another = await store.make("c", "7" * 64)
     assert await door.authenticate(both, HERE) == Identity(
-        "alice", frozenset({Scope.TRAIN, Scope.SAMPLE})
+        "alice", frozenset({Scope.TRAIN, Scope.SAMPLE}), "a"
     )
-    assert await door.authenticate(one, HERE) == Identity("bob", frozenset({Scope.SAMPLE}))
+    assert await door.authenticate(one, HERE) == Identity("bob", frozenset({Scope.SAMPLE}), "b")
     assert (await door.authenticate(another, HERE)).tenant == "alice"
+
+
+async def test_a_token_is_its_key_as_long_as_both_are_valid(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    await store.make("a", scopes=[Scope.SAMPLE])
+    claims = tokens.TokenClaims("alice", "a", clock.now_s + 3600)
+    token = tokens.new_token(PEPPER, claims, clock.now_s)
+    found = Identity("alice", frozenset({Scope.SAMPLE}), "a", clock.now_s + 3600)
+    assert await door.authenticate(token, HERE) == found
+    forged = tokens.new_token(b"another store", claims, clock.now_s)
+    unknown = tokens.new_token(PEPPER, replace(claims, key_id="b"), clock.now_s)
+    without = tokens.new_token(PEPPER, replace(claims, key_id=""), clock.now_s)
+    for text in (forged, unknown, without, f"{token}x"):
+        refusal = await said_to(door, text)
+        assert (refusal.status, refusal.code) == (401, "unauthorized")
+        assert refusal.headers["WWW-Authenticate"] == 'Bearer error="invalid_token"'
+    clock.now_s += 3600
+    assert "expired" in str(await said_to(door, token))
+
+
+async def test_a_token_ends_with_its_key(store: Store, door: Authenticator, clock: Clock) -> None:
+    await store.make("a")
+    claims = tokens.TokenClaims("alice", "a", clock.now_s + 3600)
+    token = tokens.new_token(PEPPER, claims, clock.now_s)
+    assert (await door.authenticate(token, HERE)).tenant == "alice"
+    await store.update_record(Update("key", "a", {"revoked_s": clock.now_s}))
+    clock.now_s += auth.FRESH_S
+    assert await said_to(door, token)
+
+
+async def test_forged_tokens_are_limited_like_wrong_keys(door: Authenticator, clock: Clock) -> None:
+    forged = tokens.new_token(b"x", tokens.TokenClaims("a", "a", clock.now_s + 9), clock.now_s)
+    codes = [(await said_to(door, forged)).code for _ in range(auth.LOGINS_PER_S + 1)]
+    assert codes == ["unauthorized"] * auth.LOGINS_PER_S + ["too_many_failed_logins"]
+
+
+async def test_a_token_of_the_open_mode_is_for_its_tenant_until_there_are_keys(
+    store: Store, clock: Clock
+) -> None:
+    door = Authenticator(store, PEPPER, require_keys=False, clock=clock, wall_clock=clock)
+    open_claims = tokens.TokenClaims(auth.open_tenant("tml-you"), "", clock.now_s + 3600)
+    token = tokens.new_token(PEPPER, open_claims, clock.now_s)
+    found = await door.authenticate(token, HERE)
+    assert found.tenant == (await door.authenticate("tml-you", HERE)).tenant
+    # A refused token must not become the name of another tenant, as other texts do.
+    for text in (tokens.new_token(b"x", open_claims, clock.now_s), f"{token}x"):
+        assert isinstance(await said_to(door, text), TokenRefused)
+    door.require_keys()
+    assert isinstance(await said_to(door, token), TokenRefused)
 
 
 async def test_every_invalid_key_gets_the_same_answer(

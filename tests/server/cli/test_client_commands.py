@@ -16,10 +16,12 @@ from tuneserve_server.cli import main as cli
     ("arguments", "reason"),
     [
         (["runs", "--url", "localhost:8410"], "must begin with http"),
-        (["checkpoints", "ttl", "tinker://a/weights/b", "soon"], "a whole number, or none"),
+        (["checkpoints", "ttl", "tinker://a/weights/b", "soon"], "it must be like 7200, 2h or 30d"),
         (["train", "rows.jsonl", "--resume", "tinker://a/weights/b", "--rank", "4"], "--resume"),
         (["train", "rows.jsonl", "--resume", "tinker://a/weights/b", "--form", "core"], "--resume"),
         (["train", "rows.jsonl", "--export", "."], "is not empty"),
+        (["train", "rows.jsonl", "--learning-rate", "-1"], "--learning-rate is -1; it must be 0"),
+        (["train", "rows.jsonl", "--learning-rate", "nan"], "--learning-rate is nan"),
     ],
 )
 def test_a_wrong_argument_is_explained_in_one_line(

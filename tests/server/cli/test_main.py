@@ -372,6 +372,16 @@ def test_help_and_errors_of_arguments_come_before_heavy_imports(arguments: list[
     assert result.stdout.splitlines()[-1] == "loaded:", result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("group", ["runs", "checkpoints", "keys"])
+def test_the_shell_completes_the_commands_of_a_group(group: str) -> None:
+    words = {"COMP_WORDS": f"tuneserve {group} l", "COMP_CWORD": "2"}
+    asked = {**os.environ, **words, "_TUNESERVE_COMPLETE": "complete_bash"}
+    program = "from tuneserve_server.__main__ import main; main()"
+    command = [sys.executable, "-c", f"import sys; sys.argv = ['tuneserve']; {program}"]
+    ran = subprocess.run(command, env=asked, capture_output=True, text=True)
+    assert "list" in ran.stdout.split(), ran
+
+
 def test_a_misspelt_command_is_answered_with_the_nearest_one() -> None:
     result = tuneserve("trian")
     assert result.returncode == 2

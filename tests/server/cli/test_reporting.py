@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from tensorboardX.proto import event_pb2
 from typer.testing import CliRunner
 
@@ -54,7 +55,9 @@ def test_tensorboard_gets_the_figures_in_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     play(Reports.begin([Tracker.TENSORBOARD], "train ../rows.jsonl", CONFIG))
-    (file,) = (tmp_path / "runs" / "train-..-rows.jsonl").iterdir()
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("train-..-rows.jsonl-2")  # and the rest of the time
+    (file,) = folder.iterdir()
     found = scalars(file)
     assert found.pop("config/text_summary") == (0, 0.0)
     assert found == {"eval/loss": (2, 1.75), **{name: (3, of) for name, of in FIGURES.items()}}
@@ -118,16 +121,24 @@ def test_each_package_gets_the_run_its_figures_and_its_end(
 
 
 @pytest.mark.parametrize(
-    ("tracker", "last"),
-    [(Tracker.WANDB, ("finish", {"exit_code": 1})), (Tracker.MLFLOW, ("end_run", "KILLED", {}))],
+    ("tracker", "error", "last"),
+    [
+        (Tracker.WANDB, KeyboardInterrupt(), ("finish", {"exit_code": 1})),
+        (Tracker.MLFLOW, KeyboardInterrupt(), ("end_run", "KILLED", {})),
+        (Tracker.MLFLOW, typer.Exit(130), ("end_run", "KILLED", {})),
+        (Tracker.MLFLOW, typer.Exit(1), ("end_run", "FAILED", {})),
+    ],
 )
 def test_a_run_that_does_not_finish_is_no_success_there(
-    tracker: Tracker, last: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    tracker: Tracker,
+    error: BaseException,
+    last: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     package: Any = Calls()
     monkeypatch.setitem(sys.modules, tracker.package, package)
-    with pytest.raises(KeyboardInterrupt), Reports.begin([tracker], "mine", CONFIG):
-        raise KeyboardInterrupt
+    with pytest.raises(type(error)), Reports.begin([tracker], "mine", CONFIG):
+        raise error
     assert package.made[-1] == last
 
 

@@ -56,6 +56,10 @@ def test_a_run_is_found_by_name_id_and_last(client: Client, saved: dict[str, lis
     rose, newest = id_of(saved["rose"][0]), id_of(saved["two"][0])
     assert shown("rose") == shown(rose) == rose
     assert shown("last") == newest
+    client.update_run(newest, {"archived": "true"})
+    assert shown("last") == id_of(saved["one"][0])
+    client.update_run(newest, {"archived": None})
+    assert shown("last") == newest
 
 
 def test_several_matches_are_listed(client: Client, saved: dict[str, list[str]]) -> None:

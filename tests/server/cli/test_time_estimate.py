@@ -21,6 +21,7 @@ def run(name: str | None = "a", **fields: Any) -> TrainingRunResponse:
         "state": "finished",
         "tokens": 1000,
         "duration_s": 10.0,
+        "step": 10,
     }
     return TrainingRunResponse.model_validate(known | fields)
 
@@ -52,7 +53,8 @@ def test_a_run_without_a_name_is_named_by_its_id() -> None:
         {"state": "running"},
         {"tokens": 0},
         {"tokens": None},
-        {"duration_s": 0.5},
+        {"step": 9},
+        {"step": None},
         {"duration_s": None},
     ],
     ids=str,

@@ -58,6 +58,21 @@ def test_a_run_that_begins_above_a_uniform_guess_diverges_at_half_as_much_again(
         watched(8.0, 12.0, 12.0, 12.0)
 
 
+def test_a_uniform_guess_without_a_gradient_diverges_even_after_a_worse_start() -> None:
+    watch = watched(7.87)
+    watch.see_step(2, math.log(1024), 0.1)  # a model may pass by there
+    with pytest.raises(Diverged, match=r"step 3: loss 6\.931, that of a uniform guess"):
+        watch.see_step(3, math.log(1024), 0.0)
+
+
+def test_a_run_diverges_where_ten_steps_have_far_more_loss_than_the_first_three() -> None:
+    """The first three have a mean of 2, so the limit is 2 * 2 + 4 = 8, below ln 151669 = 11.93."""
+    watched(1.0, 2.0, 3.0, *[7.9] * 50, vocabulary=151_669)
+    watched(1.0, 2.0, 3.0, *[9.0] * 9, vocabulary=151_669)
+    with pytest.raises(Diverged, match=r"step 13: loss 9 in ten steps, after 2 at the start"):
+        watched(1.0, 2.0, 3.0, *[9.0] * 10, vocabulary=151_669)
+
+
 def test_the_last_steps_of_a_short_run_are_judged_at_its_end() -> None:
     watch = watched(4.0, 7.0)
     with pytest.raises(Diverged, match="step 2: loss 7"):
@@ -94,6 +109,7 @@ def test_the_best_loss_is_kept_and_evaluations_since_it_are_counted() -> None:
         ),
         ((2.31, 2.4, 2.5), "held-out loss rose from 2.31 to 2.5 and never fell"),
         ((2.31, 2.3, 2.305), "held-out loss stayed at 2.305, 2.31 at the start"),
+        ((2.31,), "held-out loss was 2.31 in the only evaluation, at step 0"),
     ],
 )
 def test_held_out_losses_are_put_into_words(losses: tuple[float, ...], text: str) -> None:
@@ -101,20 +117,24 @@ def test_held_out_losses_are_put_into_words(losses: tuple[float, ...], text: str
 
 
 @pytest.mark.parametrize(
-    ("losses", "text"),
+    ("losses", "steps_per_epoch", "text"),
     [
         # the tenths of 20 steps are two steps each, with means of 3.5 and 1.5
-        ([4.0, 3.0] + [2.0] * 16 + [1.0, 2.0], "training loss fell from 3.5 to 1.5"),
-        ([1.0, 2.0], "training loss rose from 1 to 2"),
-        ([2.0, 2.01], "training loss stayed from 2 to 2.01"),
-        ([2.0], "too few steps"),
+        ([4.0, 3.0] + [2.0] * 16 + [1.0, 2.0], 20, "training loss fell from 3.5 to 1.5, first and"),
+        ([1.0] * 10 + [2.0] * 10, 20, "training loss rose from 1 to 2"),
+        ([2.0] * 19 + [2.01] * 2, 21, "training loss stayed from 2 to 2.01"),
+        # two epochs of three steps have the same rows: means of 3 and 2; the seventh is of a third
+        ([4.0, 3.0, 2.0, 3.0, 2.0, 1.0, 9.0], 3, "training loss fell from 3 to 2, epochs 1 and 2"),
+        ([1.0] * 19, 20, "too few steps"),
+        ([2.0], 1, "too few steps"),
     ],
 )
-def test_without_held_out_rows_tenths_of_the_training_loss_are_compared(
-    losses: list[float], text: str
+def test_without_held_out_rows_epochs_or_tenths_of_the_training_loss_are_compared(
+    losses: list[float], steps_per_epoch: int, text: str
 ) -> None:
-    assert training_text(losses).startswith(text)
-    assert Verdict.on("finished", losses, None).verdict == training_text(losses)
+    told = training_text(losses, steps_per_epoch)
+    assert told.startswith(text)
+    assert Verdict.on("finished", losses, None, steps_per_epoch).verdict == told
 
 
 @pytest.mark.parametrize(("rate", "lower"), [(1e9, "0.0002"), (3e-4, "0.0001")])

@@ -218,9 +218,11 @@ async def test_a_key_sees_its_tenant_and_an_admin_key_sees_all(
 
 async def test_an_admin_key_can_only_look(watched: Any, operator: Operator, at_once: None) -> None:
     looking = await operator.key(scopes=["admin"])
-    paths = ["/training_runs", "/checkpoints", "/usage", "/sessions", "/training_runs/x/curve"]
-    calls = [("GET", path) for path in paths]
+    for path in ("/training_runs", "/checkpoints", "/sessions"):  # its tenant has nothing
+        assert next(iter((await watched.get(path, key=looking)).values())) == []
+    calls = [("GET", path) for path in ("/usage", "/training_runs/x/curve")]
     calls += [("PATCH", "/training_runs/x"), ("POST", "/training_runs/x/events")]
+    calls += [("PUT", "/sessions/x/project"), ("GET", "/sessions/x/trace_export")]
     for method, path in calls:
         answer = await watched.call(method, path, key=looking)
         assert (answer.status_code, answer.json()["code"]) == (403, "scope_missing"), path

@@ -12,6 +12,8 @@ from tuneserve_server.app import AT_ROOT, PREFIX, ROUTERS, create_app
 from tuneserve_server.dependencies import SentJsonDep
 from tuneserve_server.errors import ApiError
 from tuneserve_server.openai import routes as openai
+from tuneserve_server.openai.messages_api import routes as messages_api
+from tuneserve_server.openai.responses_api import routes as responses_api
 from tuneserve_server.settings import ApiSettings
 
 
@@ -26,7 +28,8 @@ def mounted(app: Any) -> Iterator[tuple[str, str, APIRoute]]:
     included = [each.original_router for each in app.routes]
     known = [(module.router, PREFIX) for module in ROUTERS]
     known += [(module.router, "") for module in AT_ROOT]
-    again = [openai.router]  # the hosted service's prefix, described once
+    # The hosted service's prefixes, described once.
+    again = [openai.router, responses_api.router, messages_api.router]
     assert included == [router for router, _ in known] + again  # no other route is mounted
     for router, prefix in known:
         for route in router.routes:
@@ -46,7 +49,7 @@ def operations(document: Any) -> dict[tuple[str, str], Any]:
 def test_the_description_has_the_mounted_routes_and_no_other(app: Any) -> None:
     described = operations(app.openapi())
     routes = [(method, path) for method, path, _ in mounted(app)]
-    assert len(routes) == len(set(routes)) == 59
+    assert len(routes) == len(set(routes)) == 76
     assert set(described) == set(routes)
 
 
@@ -58,7 +61,8 @@ def test_the_description_says_which_routes_read_a_body(app: Any) -> None:
         # These routes read their body themselves: it may be compressed, exceed the memory, or be
         # answered after an hour.
         reads |= route.path in ("/forward_backward", "/checkpoints/import")
-        reads |= route.path in ("/v1/completions", "/v1/chat/completions")
+        reads |= route.path == "/uploads/{upload_id}/{member}"
+        reads |= route.path.startswith("/v1/") and "POST" in route.methods
         # These bodies are not held in memory while the poll is held.
         reads |= route.path in ("/retrieve_future", "/retrieve_futures")
         reads |= route.path in ("/cancel_future", "/session_heartbeat")
@@ -74,7 +78,8 @@ def test_every_schema_reference_resolves(app: Any) -> None:
 def test_all_but_health_metrics_downloads_and_pages_require_a_key(app: Any) -> None:
     without = {path for (_, path), each in operations(app.openapi()).items() if not wants_key(each)}
     pages = {"/", "/page", "/page/{name}", "/docs", "/docs/{name}"}
-    assert without == {"/api/v1/healthz", "/metrics", "/api/v1/files/{file_id}/{member}"} | pages
+    links = {"/api/v1/files/{file_id}/{member}", "/api/v1/uploads/{upload_id}/{member}"}
+    assert without == {"/api/v1/healthz", "/metrics"} | links | pages
 
 
 def wants_key(operation: Any) -> bool:

@@ -49,15 +49,18 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 REFUSED_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"best_of": 3}, "best_of", "not supported"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools", "function: Field required"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "has no schema"),
+    ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs", "as regex"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "not a field"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "1 to"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "role"),
-    ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "tool_calls", "messages[0]."),
+    ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages", "tool_calls.0.id"),
+    ({"messages": [{"role": "user", "audio": {"id": "a"}}]}, "audio", "messages[0]."),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages",

@@ -136,9 +136,9 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
 
 
 def test_a_field_of_a_message_is_refused_with_its_place() -> None:
-    calls = {"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}
-    with pytest.raises(InvalidField, match=r"^messages\[1\]\.tool_calls is not supported"):
-        chat(messages=[{"role": "user", "content": "hi"}, calls])
+    noted = {"role": "assistant", "content": "", "annotations": [{"type": "url_citation"}]}
+    with pytest.raises(InvalidField, match=r"^messages\[1\]\.annotations is not supported"):
+        chat(messages=[{"role": "user", "content": "hi"}, noted])
 
 
 def test_a_problem_names_a_field_only_if_it_begins_with_one() -> None:

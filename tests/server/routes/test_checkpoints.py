@@ -66,13 +66,61 @@ async def test_loading_a_missing_or_another_tenants_checkpoint_fails_alike(
     assert "does not exist" in errors[0]
 
 
-async def test_training_continues_from_training_checkpoints_only(service: Any) -> None:
+async def two_saves(service: Any) -> tuple[str, str, str]:
+    """A session, and a training and a sampler checkpoint of the same trained weights in it."""
     session = await service.session()
     model = await service.model(session)
-    request = {"model_id": model, "seq_id": 1, "path": "s", "kind": "snapshot"}
-    path = (await service.result(await service.post("/save_weights_for_sampler", request)))["path"]
+    await service.output(await service.forward_backward(model, 1))
+    step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+    await service.result(await service.post("/optim_step", step))
+    path = await saved(service, model, 3)
+    request = {"model_id": model, "seq_id": 4, "path": "s", "kind": "snapshot"}
+    answer = await service.post("/save_weights_for_sampler", request)
+    return session, path, (await service.result(answer))["path"]
+
+
+async def test_training_goes_on_from_sampler_weights_with_a_fresh_optimizer(service: Any) -> None:
+    """It goes on as from the training checkpoint without its optimizer, for more than one step."""
+    session, training, sampler = await two_saves(service)
+    losses = []
+    for number, path in enumerate((training, sampler), 1):
+        load = {"session_id": session, "model_seq_id": number, "path": path, "optimizer": False}
+        loaded = await service.result(await service.post("/load_weights", load))
+        assert loaded.get("optimizer") == (None if path == training else "fresh")
+        model = loaded["model_id"]
+        losses.append([])
+        for seq in (1, 3):
+            output = await service.output(await service.forward_backward(model, seq))
+            losses[-1].append(output.metrics["loss:sum"])
+            step = {"model_id": model, "seq_id": seq + 1, "adam_params": {"learning_rate": 0.1}}
+            await service.result(await service.post("/optim_step", step))
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][1]
+
+
+async def test_sampler_weights_are_loaded_into_an_existing_model(service: Any) -> None:
+    session, _, sampler = await two_saves(service)
+    load = {"model_id": f"{session}:train:0", "seq_id": 5, "path": sampler, "optimizer": False}
+    assert (await service.result(await service.post("/load_weights", load)))["optimizer"] == "fresh"
+
+
+async def test_the_optimizer_of_sampler_weights_cannot_be_loaded(service: Any) -> None:
+    session, _, sampler = await two_saves(service)
+    load = {"session_id": session, "model_seq_id": 1, "path": sampler, "optimizer": True}
+    told = await service.error(await service.post("/load_weights", load))
+    assert "has no optimizer state; load it without" in told
+
+
+async def test_an_export_is_not_loaded(service: Any) -> None:
+    session = await service.session()
+    model = await service.model(session)
+    request = {"model_id": model, "seq_id": 1, "path": "e"}
+    answer = await service.post("/save_weights_external", request)
+    path = (await service.result(answer))["path"]
     load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
-    assert "/weights/... path" in await service.error(await service.post("/load_weights", load))
+    assert "is an export for download" in await service.error(
+        await service.post("/load_weights", load)
+    )
 
 
 async def test_the_weights_info_of_a_checkpoint_is_its_shape(service: Any, bodies: Any) -> None:

@@ -300,6 +300,7 @@ async def test_the_sdks_first_calls_get_flags_that_differ_from_its_defaults(
             "/client/config",
             {
                 "sample_join_sampling_session": True,
+                "proto_compress_fwdbwd": True,
                 "billing_exception_max_pause_duration_sec": two_days_s,
             },
         ),

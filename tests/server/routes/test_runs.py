@@ -63,7 +63,7 @@ async def test_entries_are_set_and_removed_and_the_others_stay(service: Any) -> 
     ("metadata", "says"),
     [
         ({"adapter": "osft"}, "the entry adapter of a run cannot be changed"),
-        ({"outcome": "great"}, "'great'; it must be finished, stopped or diverged"),
+        ({"outcome": "great"}, "'great'; it must be finished, stopped, diverged or failed"),
         ({"notes": "x" * 70_000}, "the limit is 65536"),
     ],
 )
@@ -198,5 +198,9 @@ async def test_an_admin_key_watches_all_runs_and_others_their_own(
     assert [each["kind"] for each in page["points"]] == ["forward_backward"]
     assert [each["data"] for each in page["events"]] == [{"text": "hello"}]
     assert [each["tinker_path"] for each in page["checkpoints"]] == [f"tinker://{model}/weights/a"]
-    answer = await service.call("GET", f"/training_runs/{model}", key=looking)
+    for access, status in (("owned", 404), ("accessible", 200)):
+        path = f"/training_runs/{model}?access_scope={access}"
+        assert (await service.call("GET", path, key=looking)).status_code == status
+    change = {"user_metadata": {"notes": "mine"}}
+    answer = await service.call("PATCH", f"/training_runs/{model}", key=looking, json=change)
     assert answer.status_code == 403

@@ -51,7 +51,7 @@ async def test_an_unknown_base_model_is_refused_with_the_one_that_is_served(
 
 
 async def test_a_base_model_name_may_carry_a_suffix(service: Any, bodies: Any) -> None:
-    request = bodies.create_model(await service.session(), base_model="tuneserve/fake:peft:262144")
+    request = bodies.create_model(await service.session(), base_model="tuneserve/fake:peft:64")
     model = (await service.result(await service.post("/create_model", request)))["model_id"]
     info = await service.post("/get_info", {"model_id": model})
     assert info["model_name"] == "tuneserve/fake"

@@ -11,6 +11,7 @@ from tuneserve_engine.backend.hosts.link import Link, MemberLost
 from tuneserve_engine.backend.hosts.messages import (
     Agreed,
     BackendCall,
+    CompileGrammar,
     End,
     Prefetch,
     Prepare,
@@ -38,6 +39,9 @@ class Follower:
             self._on_end()
         elif isinstance(message, Prefetch) and self._following:
             self._following.backend.prefetch(message.adapter_ids)
+        elif isinstance(message, CompileGrammar) and self._following:
+            if compile_it := self._following.backend.pending_grammar(message.grammar):
+                threading.Thread(target=compile_it, daemon=True).start()
         elif isinstance(message, Prepare) and self._following:
             prepare = self._following.prepare  # it may take minutes
             threading.Thread(target=prepare, args=(message,), daemon=True).start()

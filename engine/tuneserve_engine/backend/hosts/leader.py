@@ -23,6 +23,7 @@ from tuneserve_engine.backend.hosts.link import ANSWER_S, Link, MemberLost, pack
 from tuneserve_engine.backend.hosts.messages import (
     Agreed,
     BackendCall,
+    CompileGrammar,
     End,
     Prefetch,
     Prepare,
@@ -35,6 +36,7 @@ from tuneserve_engine.backend.hosts.messages import (
 )
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.core.errors import EngineError, ServerError
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.shapes import StaticShapes
 
 R = TypeVar("R")
@@ -163,6 +165,18 @@ class LeaderBackend:
                     "worker one decompositions directory"
                 )
         return shared_id
+
+    def pending_grammar(self, grammar: Grammar) -> Callable[[], object] | None:
+        compile_here = self._backend.pending_grammar(grammar)
+        if compile_here is None:
+            return None
+
+        def compile_everywhere() -> None:
+            if self._failure is None:
+                self._tell(CompileGrammar(grammar))
+            compile_here()
+
+        return compile_everywhere
 
     # --- calls that every process makes ---------------------------------------------------------
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from tuneserve_engine.backend.base import OutOfMemory, SampleProgress, SampleResult, TrainResult
 from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.grammar import Grammar
 
 EXCHANGING = ("forward_backward", "optim_steps", "sample_until", "sample")
 """The calls during which devices of several processes wait for each other."""
@@ -40,6 +41,12 @@ class Prefetch(NamedTuple):
     """A call of ``prefetch``, which has no result and keeps no order."""
 
     adapter_ids: Sequence[str]
+
+
+class CompileGrammar(NamedTuple):
+    """A sample with this grammar will come. Without an answer: a failure is that of the sample."""
+
+    grammar: Grammar
 
 
 class Prepare(NamedTuple):

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-from tokenizers import Tokenizer
 
 from tuneserve_engine.adapters import kinds
 from tuneserve_engine.adapters.kinds import kind_of
@@ -43,14 +42,16 @@ from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import Device, gib, plan
 from tuneserve_engine.backend.jax.mesh import DeviceMesh, process_devices
 from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
-from tuneserve_engine.backend.jax.model_info import base_model_info
+from tuneserve_engine.backend.jax.model_info import base_model_info, tokenizer_json, tokenizer_of
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache, is_marked
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.sampling.grammars import GrammarCompiler
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.backend.jax.training.trainer import Trainer
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.backend_options import BackendOptions, DType, Remat
 from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.hub import resolve_base_model
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
@@ -141,14 +142,14 @@ class JaxBackend:
         if trains:
             self._trainer.declare()
         self._sampler = JaxSampler(
-            self.programs,
-            model,
-            self.static_shapes,
-            _tokenizer(folder),
+            *(self.programs, model, self.static_shapes, tokenizer_of(folder)),
             slots=sample_rows,
             pages=kv_pages,
             snapshot_bytes=room.snapshot_bytes,
             snapshot_host_bytes=room.host_bytes // 4,
+            grammars=GrammarCompiler(
+                partial(tokenizer_json, folder), config.vocab_size, config.eos_token_ids
+            ),
         )
 
     @classmethod
@@ -341,6 +342,9 @@ class JaxBackend:
             raise DeviceFailed(f"a step failed on the device: {error}") from error
         return results | {name: {"grad_norm": float(norm)} for name, norm in waited.items()}
 
+    def pending_grammar(self, grammar: Grammar) -> Callable[[], object] | None:
+        return self._sampler.grammars.pending(grammar)
+
     def has_snapshot(self, snapshot_id: str) -> bool:
         return self._sampler.has_snapshot(snapshot_id)
 
@@ -391,8 +395,3 @@ class JaxBackend:
 def _relabelled(state: AdapterState) -> AdapterState:
     """Return the LoRA of the same effect of an adapter whose arrays are its pairs."""
     return AdapterState(kinds.exported(state.config), state.weights)
-
-
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    path = folder / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.is_file() else None

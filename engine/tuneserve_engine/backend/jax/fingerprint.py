@@ -16,7 +16,7 @@ from tuneserve_engine.backend.jax.programs.registry import compiler_options
 from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.core.shapes import StaticShapes
 
-_PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
+_PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy", "llguidance")
 _NO_VERSION = "none"
 _GPU_PACKAGES = (
     "jax-cuda12-pjrt",
@@ -35,6 +35,7 @@ _GPU_PACKAGES = (
 _CODE = (
     "core/adapter.py",
     "core/gpus.py",
+    "core/grammar.py",
     "core/provenance.py",
     "core/shapes.py",
     "adapters/checkpoint_format.py",

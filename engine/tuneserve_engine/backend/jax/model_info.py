@@ -3,13 +3,15 @@
 import math
 from pathlib import Path
 
-from tuneserve_engine.backend.jax.adapters.arrays import (
-    target_shapes,
-)
+from tokenizers import Tokenizer
+
+from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.hub import revision_of
 from tuneserve_engine.core.shapes import StaticShapes
+
+_TOKENIZER = "tokenizer.json"
 
 
 def base_model_info(
@@ -42,3 +44,15 @@ def base_model_info(
         revision=revision_of(folder),
         client_tokenizer_id=tokenizers[1],
     )
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """Return the base model's tokenizer, if there is one."""
+    path = folder / _TOKENIZER
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+
+def tokenizer_json(folder: Path) -> str | None:
+    """Return the text of ``tokenizer.json``, if there is one."""
+    path = folder / _TOKENIZER
+    return path.read_text(encoding="utf-8") if path.is_file() else None

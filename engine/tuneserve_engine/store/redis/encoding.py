@@ -29,17 +29,17 @@ from tuneserve_engine.core.records import (
     Record,
     Update,
 )
-from tuneserve_engine.core.usage import TOTALLED, CurvePoint, TenantUsage, Totals, Usage
+from tuneserve_engine.core.usage import TOTALLED, Totals
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import (
     Completion,
     LogEntry,
     R,
     RecoveryPoint,
-    RequestState,
     SamplerClient,
 )
 from tuneserve_engine.store.errors import ResultDropped, StoreUnusable
+from tuneserve_engine.store.redis.usage import read_usage
 
 _SUBMITTED = ("tenant", "kind", "scope", "seq", "model", "position", "base")
 JOB_FIELDS = (*_SUBMITTED, "release", "attempts", "trace", "digest", "halvings")
@@ -259,55 +259,11 @@ def read_outcome(request_id: str, row: Sequence[Any]) -> Outcome | None:
         raise ResultDropped(f"the result of {request_id} was dropped after its retention time")
     if state != b"done":
         return None
-    usage = _read_usage(*cost)
+    usage = read_usage(*cost)
     if category is not None:
         rejected = Rejection(result.decode(), category.decode())
         return Outcome(request_id, rejection=rejected, usage=usage)
     return Outcome(request_id, result, content_type.decode(), usage=usage)
-
-
-def _read_usage(text: bytes | None, created: bytes | None, finished: bytes | None) -> Usage | None:
-    if not text:
-        return None
-    total_s = float(finished or 0) - float(created or finished or 0)
-    usage = msgspec.json.decode(text, type=Usage)
-    return dataclasses.replace(usage, total_s=max(total_s, 0.0))
-
-
-def read_request(row: Sequence[Any]) -> RequestState | None:
-    tenant, kind, scope, state, category, *cost = row
-    if tenant is None:
-        return None
-    found = RequestState(tenant.decode(), JobKind(kind.decode()), scope.decode(), state.decode())
-    if found.state == "expired":
-        return found
-    return dataclasses.replace(found, failed=category is not None, usage=_read_usage(*cost))
-
-
-# --- what was used ------------------------------------------------------------------------------
-
-
-def read_sums(tenant: bytes, days: Iterable[Sequence[bytes]]) -> TenantUsage:
-    """Add up the sums of each day, in ``"what name", number, …``, by name."""
-    sums: dict[str, dict[str, float]] = {}
-    for rows in days:
-        for key, number in zip(rows[::2], rows[1::2], strict=True):
-            what, name = key.decode().split(" ", 1)
-            of_name = sums.setdefault(name, {})
-            of_name[what] = of_name.get(what, 0.0) + float(number)
-    found = {name: _totals(sums[name]) for name in sorted(sums)}
-    return TenantUsage(tenant.decode(), found)
-
-
-def _totals(sums: dict[str, float]) -> Totals:
-    whole = {name: int(value) for name, value in sums.items() if name not in ("device_s", "flops")}
-    return Totals(**(sums | whole))  # type: ignore[arg-type]
-
-
-def read_curve_point(stored: bytes) -> CurvePoint:
-    _, time_s, text = stored.split(b" ", 2)
-    point = msgspec.json.decode(text, type=CurvePoint)
-    return dataclasses.replace(point, time_s=float(time_s))
 
 
 # --- clients that sample ------------------------------------------------------------------------

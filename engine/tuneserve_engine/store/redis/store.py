@@ -5,7 +5,9 @@ messages, and the server's messages into results for waiting calls.
 """
 
 import hashlib
+import heapq
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -25,13 +27,21 @@ from tuneserve_engine.core.records import (
     SessionRecord,
     Update,
 )
-from tuneserve_engine.core.usage import MOST_POINTS, CurvePoint, PointKind, TenantUsage, day_of
+from tuneserve_engine.core.usage import (
+    DAY_S,
+    MOST_POINTS,
+    CurvePoint,
+    PointKind,
+    TenantUsage,
+    day_of,
+)
 from tuneserve_engine.process.failpoints import failpoint
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import (
     UNCHECKED,
     CheckpointUsage,
     Completion,
+    KeptRequest,
     Lease,
     LogEntry,
     Page,
@@ -48,6 +58,7 @@ from tuneserve_engine.store.base import (
 from tuneserve_engine.store.errors import Fenced, KeyReused, StoreFailed, StoreUnusable
 from tuneserve_engine.store.pubsub import Subscription
 from tuneserve_engine.store.redis import encoding as forms
+from tuneserve_engine.store.redis import usage as usages
 from tuneserve_engine.store.redis.connection import Server
 from tuneserve_engine.store.redis.limits import check_limits
 from tuneserve_engine.store.redis.notifications import RedisNotifications
@@ -58,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 Durability = Literal["always", "asserted"]
 DEFAULT_POLICY = StorePolicy()
+_READ_AT_ONCE = 500  # requests
 
 
 class RedisStore:
@@ -346,19 +358,37 @@ class RedisStore:
 
     # --- what was used --------------------------------------------------------------------------
 
-    async def usage(self, tenant: str | None = None, since_s: float = 0.0) -> list[TenantUsage]:
+    async def usage(
+        self, tenant: str | None = None, since_s: float = 0.0, before_s: float = math.inf
+    ) -> list[TenantUsage]:
         of_tenant = [] if tenant is None else [tenant]
-        rows = await self._run("used", day_of(since_s), *of_tenant)
-        found = [forms.read_sums(name, days) for name, *days in rows]
+        rows = await self._run("used", day_of(since_s), f"({before_s / DAY_S}", *of_tenant)
+        found = [usages.read_sums(name, days) for name, *days in rows]
         return sorted((each for each in found if each.by_model), key=lambda each: each.tenant)
 
     async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
         kinds: tuple[PointKind, ...] = get_args(PointKind)
         found = await self._run("curve", model_id, after, *kinds)
-        return sorted(map(forms.read_curve_point, found), key=lambda each: each.position)
+        return sorted(map(usages.read_curve_point, found), key=lambda each: each.position)
 
     async def request(self, request_id: str) -> RequestState | None:
-        return forms.read_request(await self._run("request", request_id))
+        return usages.read_request(await self._run("request", request_id))
+
+    async def kept_requests(self, tenant: str, scope: str, *, limit: int) -> list[KeptRequest]:
+        newest: list[tuple[int, str]] = []  # the numbers and ids of requests
+        cursor: bytes | None = None
+        while cursor != b"0":
+            cursor, rows = await self._run("seqs", tenant, scope, cursor or b"0")
+            pairs = zip(rows[::2], rows[1::2], strict=True)
+            newest += ((int(seq), request_id.decode()) for seq, request_id in pairs)
+            newest = heapq.nlargest(limit, set(newest))  # a scan may return an entry twice
+        newest.reverse()
+        kept: list[KeptRequest | None] = []
+        for start in range(0, len(newest), _READ_AT_ONCE):
+            chunk = newest[start : start + _READ_AT_ONCE]
+            rows = await self._run("kept_requests", *(request_id for _, request_id in chunk))
+            kept += map(usages.read_kept_request, chunk, rows)
+        return [each for each in kept if each is not None]
 
     async def stats(self) -> StoreStats:
         unfinished, logged, points = await self._run("figures")

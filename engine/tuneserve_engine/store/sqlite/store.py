@@ -6,6 +6,7 @@ of it: it keeps the waiting calls and wakes them after the commits that concern 
 
 import asyncio
 import logging
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from tuneserve_engine.store.base import (
     UNCHECKED,
     CheckpointUsage,
     Completion,
+    KeptRequest,
     Lease,
     LogEntry,
     Page,
@@ -253,14 +255,19 @@ class SqlStore:
 
     # --- what was used --------------------------------------------------------------------------
 
-    async def usage(self, tenant: str | None = None, since_s: float = 0.0) -> list[TenantUsage]:
-        return await self._call(usages.usage, tenant, since_s)
+    async def usage(
+        self, tenant: str | None = None, since_s: float = 0.0, before_s: float = math.inf
+    ) -> list[TenantUsage]:
+        return await self._call(usages.usage, tenant, since_s, before_s)
 
     async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
         return await self._call(usages.curve, model_id, after)
 
     async def request(self, request_id: str) -> RequestState | None:
         return await self._call(usages.request, request_id)
+
+    async def kept_requests(self, tenant: str, scope: str, *, limit: int) -> list[KeptRequest]:
+        return await self._call(usages.kept_requests, tenant, scope, limit)
 
     async def stats(self) -> StoreStats:
         return await self._call(usages.store_stats)

@@ -10,6 +10,7 @@ import msgspec
 
 from tuneserve_engine.core.jobs import JobKind, Outcome
 from tuneserve_engine.core.usage import (
+    DAY_S,
     MOST_POINTS,
     TOTALLED,
     CurvePoint,
@@ -19,7 +20,7 @@ from tuneserve_engine.core.usage import (
     day_of,
     stride,
 )
-from tuneserve_engine.store.base import RequestState, StoreStats
+from tuneserve_engine.store.base import KeptRequest, RequestState, StoreStats
 from tuneserve_engine.store.sqlite.group_commit import Transaction
 from tuneserve_engine.store.sqlite.limits import TENANT
 from tuneserve_engine.store.sqlite.schema import UNFINISHED
@@ -64,14 +65,17 @@ def add_usage(tx: Transaction, spent: Mapping[tuple[str, str], Sequence[Usage]])
         )
 
 
-def usage(tx: Transaction, tenant: str | None, since_s: float) -> list[TenantUsage]:
+def usage(
+    tx: Transaction, tenant: str | None, since_s: float, before_s: float
+) -> list[TenantUsage]:
     of_tenant, values = ("", []) if tenant is None else ("AND tenant = ?", [tenant])
     sums = ", ".join(f"SUM({each})" for each in TOTALLED)
     found: dict[str, TenantUsage] = {}
     for name, model, *numbers in tx.execute(
-        f"SELECT tenant, name, {sums} FROM usage WHERE day >= ? {of_tenant} "
-        "GROUP BY tenant, name ORDER BY tenant, name",
+        f"SELECT tenant, name, {sums} FROM usage WHERE day >= ? AND day * {DAY_S} < ? "
+        f"{of_tenant} GROUP BY tenant, name ORDER BY tenant, name",
         day_of(since_s),
+        before_s,
         *values,
     ).fetchall():
         found.setdefault(name, TenantUsage(name)).by_model[model] = Totals(*numbers)
@@ -131,6 +135,23 @@ def request(tx: Transaction, request_id: str) -> RequestState | None:
         return found
     usage = decoded(text, created_s, finished_s)
     return replace(found, failed=bool(failed), usage=usage)
+
+
+def kept_requests(tx: Transaction, tenant: str, scope: str, limit: int) -> list[KeptRequest]:
+    """Return as ``Store.kept_requests`` does; reads ``limit`` rows, in the order of an index."""
+    rows = tx.execute(
+        "SELECT request_id, kind, seq, state, created_s, finished_s, error IS NOT NULL, usage "
+        "FROM jobs WHERE tenant = ? AND scope = ? ORDER BY seq DESC LIMIT ?",
+        *(tenant, scope, limit),
+    ).fetchall()
+    return [
+        KeptRequest(
+            *(request_id, JobKind(kind), seq, state, created_s, finished_s, bool(failed)),
+            usage=decoded(usage, created_s, finished_s),
+        )
+        for request_id, kind, seq, state, created_s, finished_s, failed, usage in reversed(rows)
+        if state != "expired"
+    ]
 
 
 def store_stats(tx: Transaction) -> StoreStats:

@@ -56,6 +56,7 @@ def to_request(command: SampleCommand, info: BaseModelInfo) -> SamplingRequest:
         logit_bias=command.logit_bias,
         presence_penalty=command.presence_penalty,
         frequency_penalty=command.frequency_penalty,
+        grammar=command.grammar,
         stop_tokens=_stop_tokens(command, info),
         stop_strings=tuple(command.stop_strings or ()),
         prompt_logprobs=command.prompt_logprobs,
@@ -113,8 +114,11 @@ def _check_size(command: SampleCommand, max_tokens: int) -> None:
 
 
 def _stop_tokens(command: SampleCommand, info: BaseModelInfo) -> frozenset[int]:
-    """Return EOS and the command's stop tokens; none if ``stop`` is an empty list."""
-    if command.stop_tokens == [] or command.stop_strings == []:
+    """Return EOS and the command's stop tokens; none if ``stop`` is an empty list.
+
+    A form of the text ends with EOS whatever ``stop`` is.
+    """
+    if command.grammar is None and (command.stop_tokens == [] or command.stop_strings == []):
         return frozenset()
     for token in command.stop_tokens or ():
         if not 0 <= token < info.vocab_size:

@@ -44,6 +44,7 @@ from tuneserve_engine.worker.execution.outcomes import (
     failed_together,
     failure,
     in_json,
+    loaded_body,
     stepped,
 )
 from tuneserve_engine.worker.execution.packing import PackingRequest
@@ -118,8 +119,7 @@ class JobExecutor:
         return training_wire.decode_request(job.payload, self._backend.info)
 
     def pending_preparation(self, of: Job | AdapterConfig) -> Preparation | None:
-        """Return the work to do before a job can create a model, or an adapter of this
-        configuration; None if there is none."""
+        """Return the work to do before a job, or an adapter of this configuration; see there."""
         return pending_preparation(self._backend, of)
 
     def prefetch(self, model_ids: Sequence[str]) -> None:
@@ -358,7 +358,7 @@ class JobExecutor:
                 f"intact; {self._files.remedy}"
             ) from error
         if command.sampler is not None:
-            body = {"sampling_session_id": command.sampler.key}
+            body = {"sampling_session_id": command.session_key or command.sampler.key}
             return replace(in_json(job, body), sampler=replace(command.sampler, size_bytes=size))
         record = command.checkpoint
         if record is None:
@@ -380,12 +380,12 @@ class JobExecutor:
                 f"{command.path} has no optimizer state; load it without, or load a training "
                 "checkpoint (tinker://…/weights/…)"
             )
+        body = loaded_body(job, command.path, has_optimizer=bool(state.first_moment))
         if not command.optimizer:
             state = replace(state, step=0, first_moment={}, second_moment={})
         with self._timer.charge({job.request_id: 1.0}):
             self._backend.load_adapter(job.model_id or "", state)
         self._models[job.model_id or ""] = DeviceModel(state.config, step=state.step)
-        body = {"path": command.path, "model_id": job.model_id, "type": "load_weights"}
         if creates:
             return created(job, body)
         return replace(in_json(job, body), changed=True)

@@ -153,6 +153,19 @@ def stepped(
     return replace(in_json(job, {"metrics": finite}), changed=True, point=point)
 
 
+def loaded_body(job: Job, path: str, *, has_optimizer: bool) -> dict[str, str | None]:
+    """Return the result of a load. A file without an optimizer is said to start a fresh one."""
+    body = {"path": path, "model_id": job.model_id, "type": "load_weights"}
+    if has_optimizer:
+        return body
+    logger.info(
+        "%s goes on from the weights of %s, with a fresh optimizer",
+        *(job.model_id, path),
+        extra=logs.job_fields(job),
+    )
+    return body | {"optimizer": "fresh"}
+
+
 def created(job: Job, body: dict[str, Any]) -> Outcome:
     """Return the outcome of a job that created its model."""
     return replace(in_json(job, body), updates=(status(job, ModelStatus.READY),), changed=True)

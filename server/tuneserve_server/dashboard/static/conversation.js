@@ -22,7 +22,8 @@ export function requestOf(turns, who, { model, isChat, system, maxTokens, temper
       messages.push({ role: "user", content: user }, { role: "assistant", content: answer });
     }
   }
-  return ["v1/chat/completions", { ...shared, messages: [...messages, { role: "user", content: last.user }] }];
+  messages.push({ role: "user", content: last.user });
+  return ["v1/chat/completions", { ...shared, separate_reasoning: false, messages }];
 }
 
 // Reads a stream of pieces: calls `onText` with each text, and returns { tokens, reason }.

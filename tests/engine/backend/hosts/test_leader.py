@@ -36,6 +36,7 @@ from tuneserve_engine.backend.base import (
 from tuneserve_engine.backend.hosts.messages import Agreed, StopAsked, Yielded
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.errors import ServerError, UserError
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.worker.execution.packing import pack
 
 
@@ -47,6 +48,7 @@ class Noting(FakeBackend):
         self.calls: list[Any] = []
         self.on = on
         self.shared_id = ""
+        self.compiled: list[Grammar] = []
 
     def _note(self, method: str, *about: Any) -> None:
         self.calls.append((method, *about))
@@ -80,6 +82,11 @@ class Noting(FakeBackend):
 
     def prefetch(self, adapter_ids: Sequence[str]) -> None:
         self._note("prefetch", tuple(adapter_ids))
+
+    def pending_grammar(self, grammar: Grammar) -> Callable[[], object] | None:
+        if grammar in self.compiled:
+            return None
+        return lambda: (self.compiled.append(grammar), self.on.get("grammar", nothing)())
 
     def prepare(self, config: AdapterConfig) -> str:
         self._note("prepare", config.kind)
@@ -485,3 +492,18 @@ def test_snapshots_are_found_where_the_leader_finds_them(group: HostGroup) -> No
     name = snapshot(group, "a")
     assert group.has_snapshot(name) and not group.has_snapshot("other")
     assert all(each.has_snapshot(name) for each in group.backends)
+
+
+def test_a_grammar_is_compiled_by_every_process_ahead_of_its_samples(
+    groups: Callable[..., HostGroup],
+) -> None:
+    told = [threading.Event(), threading.Event()]
+    backends = Noting(), *(Noting(grammar=each.set) for each in told)
+    leader, grammar = groups(*backends), Grammar("regex", "a")
+    pending = leader.pending_grammar(grammar)
+    assert pending is not None
+    assert not any(each.compiled for each in backends)
+    pending()
+    assert all(each.wait(WAIT_S) for each in told)
+    assert [each.compiled for each in backends] == [[grammar]] * 3
+    assert leader.pending_grammar(grammar) is None

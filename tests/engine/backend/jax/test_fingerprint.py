@@ -83,6 +83,7 @@ def test_the_id_names_the_installed_libraries_that_compute_on_a_gpu(
         "jaxlib": "none",
         "flax": "none",
         "numpy": "none",
+        "llguidance": "none",
         "nvidia-cublas-cu12": "12.9.3.13",
     }
 

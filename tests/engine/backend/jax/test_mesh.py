@@ -19,6 +19,7 @@ import pytest
 
 from tests.engine.conftest import STATIC_SHAPES, TINY, write_base_model
 from tests.support.nightly import at_night
+from tests.support.small_tokenizer import small_tokenizer
 from tuneserve_engine.adapters.kinds import kind_of
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SamplingRequest
@@ -29,12 +30,15 @@ from tuneserve_engine.backend.jax.memory.sizes import EngineShape, Sizes
 from tuneserve_engine.backend.jax.mesh import OWN, WHOLE, DeviceMesh
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 from tuneserve_engine.worker.execution.packing import PackedBatch, PackingRequest, pack, unpack
 
 ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.bits
 NewBackend = Callable[[int], JaxBackend]
+END = 60
+"""The id of the end of sequence."""
 BIASED = TINY | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 CONFIGS = {
     "lora": AdapterConfig(rank=5, alpha=16.0, seed=1),
@@ -48,8 +52,11 @@ STEP = AdamwParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model with biases."""
-    return write_base_model(tmp_path_factory.mktemp("biased"), BIASED)
+    """A base model with biases, and with a tokenizer of its first tokens."""
+    config = BIASED | {"eos_token_id": END}
+    folder = write_base_model(tmp_path_factory.mktemp("biased"), config)
+    small_tokenizer(END + 1).save(str(folder / "tokenizer.json"))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +242,15 @@ def test_a_request_of_nan_on_one_device_leaves_the_others_bits(new: NewBackend) 
 PROMPT = np.arange(2, 14, dtype=np.int32)
 
 
-@pytest.mark.parametrize("changes", [{}, {"logit_bias": {7: 2.0}, "frequency_penalty": 1.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"logit_bias": {7: 2.0}, "frequency_penalty": 1.0},
+        {"grammar": Grammar("regex", "[a-f]{3}-[0-9]{9}")},
+    ],
+    ids=["plain", "edits", "grammar"],
+)
 @pytest.mark.parametrize("devices", [2, at_night(4)])
 def test_samples_on_several_devices_are_those_of_one(
     devices: int, changes: dict[str, Any], new: NewBackend

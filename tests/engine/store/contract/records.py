@@ -18,6 +18,7 @@ from tests.engine.store.contract.bench import (
 )
 from tuneserve_engine.core.jobs import Outcome
 from tuneserve_engine.core.records import (
+    AuditRecord,
     CheckpointRecord,
     KeyRecord,
     ModelRecord,
@@ -40,6 +41,7 @@ class RecordsContract(Contract):
             checkpoint(expires_s=1.5, user_metadata=metadata),
             api_key(name="läuft ✓", expires_s=1.5),
             tenant(weight=0.5, max_jobs=0, max_checkpoint_bytes=2**50),
+            AuditRecord("a", "alice", "2026-11-29", "key_create", 1.5, {"made": "läuft ✓"}),
         ):
             await bench.store.put_record(record)
             assert await bench.store.get_record(type(record), record.key) == record

@@ -10,6 +10,7 @@ from tests.engine.store.contract.bench import (
     Bench,
     Contract,
     checkpoint,
+    job,
     model,
     point,
     sample,
@@ -19,7 +20,14 @@ from tests.engine.store.contract.bench import (
 )
 from tuneserve_engine.core.jobs import JobKind, LoadWeights, Outcome, Rejection, SaveWeights, encode
 from tuneserve_engine.core.policies import SweepPolicy
-from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord, ModelStatus, Update
+from tuneserve_engine.core.records import (
+    INFLIGHT,
+    CheckpointKind,
+    CheckpointRecord,
+    ModelStatus,
+    SamplerRecord,
+    Update,
+)
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import LogEntry, RecoveryPoint
 from tuneserve_engine.store.errors import ResultDropped
@@ -285,6 +293,43 @@ class PointsContract(Contract):
         await bench.store.delete_record(CheckpointRecord, checkpoint().key)
         in_use -= {"of a load", "of a checkpoint"}
         assert await bench.store.files_in_use() == in_use
+
+    @scenario
+    async def test_a_file_of_two_checkpoints_is_in_use_until_both_are_gone(
+        self, bench: Bench
+    ) -> None:
+        for name in ("one", "two"):
+            await bench.store.put_record(checkpoint(name, file_id="shared"))
+        await bench.store.delete_record(CheckpointRecord, checkpoint("one").key)
+        assert await bench.store.released_files() == {"shared"}
+        assert await bench.store.files_in_use() == {"shared"}
+        await bench.store.delete_record(CheckpointRecord, checkpoint("two").key)
+        assert await bench.store.files_in_use() == set()
+
+    @scenario
+    async def test_a_waiting_sample_keeps_the_file_of_a_replaced_inflight_target(
+        self, bench: Bench
+    ) -> None:
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
+        key = f"s:train:0{INFLIGHT}"
+        for seq, file_id in enumerate(("old", "new"), 1):
+            target = sampler(key, file_id=file_id, size_bytes=8, model_id="s:train:0")
+            client = sampler(f"s:sample:{seq}", target=key)
+            save = encode(SaveWeights(CheckpointKind.SAMPLER, file_id, sampler=target))
+            request = job(seq, kind=JobKind.SAVE_WEIGHTS, payload=save)
+            submitted = await bench.store.submit(request, client)
+            assert await bench.store.get_record(SamplerRecord, client.key) == client
+            await bench.take()
+            await bench.finish(Outcome(submitted.request_id, sampler=target))
+            if file_id == "old":
+                await bench.store.submit(sample(1, "old", scope=client.key))
+        assert await bench.store.get_record(SamplerRecord, key) == target
+        assert await bench.store.released_files() == {"old"}
+        assert await bench.store.files_in_use() == {"old", "new"}
+        assert (await bench.store.checkpoint_usage("alice")).count == 1
+        await bench.store.end_session("s", "success")
+        assert await bench.store.released_files() == {"old", "new"}
 
     @scenario
     async def test_files_of_stored_points_are_in_use(self, bench: Bench) -> None:

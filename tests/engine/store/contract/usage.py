@@ -19,7 +19,7 @@ from tests.engine.store.contract.bench import (
 from tuneserve_engine.core.jobs import JobKind, Outcome, Rejection
 from tuneserve_engine.core.policies import SweepPolicy
 from tuneserve_engine.core.usage import CurvePoint, Totals, Usage
-from tuneserve_engine.store.base import RequestState
+from tuneserve_engine.store.base import KeptRequest, RequestState
 from tuneserve_engine.store.errors import Fenced
 
 DAY_S = 86_400.0
@@ -156,6 +156,12 @@ class UsageContract(Contract):
             requests.append(used.total.requests)
         assert requests == [2, 2, 1, 1]
         assert await bench.store.usage("alice", midnight_s + DAY_S) == []
+        requests = []
+        for before_s in (midnight_s, midnight_s + 1, midnight_s + DAY_S):
+            (used,) = await bench.store.usage("alice", before_s=before_s)
+            requests.append(used.total.requests)
+        assert requests == [1, 2, 2]
+        assert await bench.store.usage("alice", midnight_s, midnight_s) == []
 
     @scenario
     async def test_names_with_spaces_and_colons_are_kept_apart(self, bench: Bench) -> None:
@@ -197,6 +203,44 @@ class UsageContract(Contract):
         await bench.store.sweep(bench.clock.now_s, SweepPolicy(result_ttl_s=600))
         assert await bench.store.request(bench.ids[1]) == replace(state, state="expired")
         assert await bench.store.request("req_unknown") is None
+
+    @scenario
+    async def test_the_kept_requests_of_a_scope_are_listed_with_their_times(
+        self, bench: Bench
+    ) -> None:
+        await bench.submit(1, 2, 3, 4, 10, 6)  # 6 and 10 wait for those before them
+        bench.clock.now_s += 2
+        await bench.finish(
+            Outcome(bench.ids[1], b"x", usage=TRAINED),
+            Outcome(bench.ids[2], rejection=Rejection("no")),
+        )
+        listed = await bench.store.kept_requests("alice", "s:train:0", limit=10)
+        step, began_s = JobKind.OPTIM_STEP, START_S
+        assert listed == [
+            KeptRequest(
+                *(bench.ids[1], step, 1, "done", began_s, began_s + 2),
+                usage=replace(TRAINED, total_s=2.0),
+            ),
+            KeptRequest(bench.ids[2], step, 2, "done", began_s, began_s + 2, failed=True),
+            *(KeptRequest(bench.ids[seq], step, seq, "ready", began_s) for seq in (3, 4)),
+            *(KeptRequest(bench.ids[seq], step, seq, "held", began_s) for seq in (6, 10)),
+        ]
+        await bench.store.submit(replace(job(5), rejection=Rejection("a bad request")))
+        rejected = (await bench.store.kept_requests("alice", "s:train:0", limit=3))[0]
+        ended_s = began_s + 2
+        assert (rejected.seq, rejected.created_s, rejected.finished_s) == (5, ended_s, ended_s)
+        assert rejected.failed
+        listed = await bench.store.kept_requests("alice", "s:train:0", limit=10)
+        for limit in (1, 2, 5):  # the highest numbers, as numbers and not as texts
+            found = await bench.store.kept_requests("alice", "s:train:0", limit=limit)
+            assert found == listed[-limit:]
+        assert await bench.store.kept_requests("bob", "s:train:0", limit=10) == []
+        assert await bench.store.kept_requests("alice", "s:train", limit=10) == []
+        bench.clock.now_s += 601
+        await bench.lease()
+        await bench.store.sweep(bench.clock.now_s, SweepPolicy(result_ttl_s=600, gap_ttl_s=1e9))
+        kept = await bench.store.kept_requests("alice", "s:train:0", limit=10)
+        assert [each.seq for each in kept] == [3, 4, 6, 10]
 
     # --- curves -------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from tuneserve_engine.core.jobs import (
     encode,
 )
 from tuneserve_engine.core.records import ModelRecord, ModelStatus, SessionRecord, Update
-from tuneserve_engine.core.usage import CurvePoint, TenantUsage, Totals, Usage
-from tuneserve_engine.store.base import Completion, RecoveryPoint, RequestState, SamplerClient
+from tuneserve_engine.core.usage import CurvePoint, Usage
+from tuneserve_engine.store.base import Completion, RecoveryPoint, SamplerClient
 from tuneserve_engine.store.errors import ResultDropped, StoreUnusable
 from tuneserve_engine.store.redis import encoding
 
@@ -193,35 +193,6 @@ def test_a_request_without_an_outcome_waits_is_unknown_or_was_dropped() -> None:
         encoding.read_outcome("req_a", [])
     with pytest.raises(ResultDropped, match="result of req_a was dropped"):
         encoding.read_outcome("req_a", [b"expired", None, None, None, None, None, None])
-
-
-def test_the_state_of_a_request_has_no_usage_once_it_is_dropped() -> None:
-    row = [b"t", b"sample", b"s"]
-    assert encoding.read_request([None] * 8) is None
-    assert encoding.read_request([*row, b"done", b"user", None, b"1", b"2"]) == RequestState(
-        "t", JobKind.SAMPLE, "s", "done", failed=True
-    )
-    expired = encoding.read_request([*row, b"expired", b"user", b"{}", b"1", b"2"])
-    assert expired == RequestState("t", JobKind.SAMPLE, "s", "expired")
-
-
-# --- what was used ------------------------------------------------------------------------------
-
-
-def test_sums_of_days_are_added_by_name() -> None:
-    days = [
-        [b"requests b", b"1", b"device_s b", b"0.5", b"requests a model", b"2"],
-        [b"requests b", b"3", b"flops b", b"1e3"],
-    ]
-    assert encoding.read_sums(b"t", days) == TenantUsage(
-        "t", {"a model": Totals(requests=2), "b": Totals(4, device_s=0.5, flops=1000.0)}
-    )
-
-
-def test_a_point_of_a_curve_gets_the_time_at_which_it_was_stored() -> None:
-    point = CurvePoint("forward", 4, loss_sum=2.0)
-    stored = b"4 12.5 " + msgspec.json.encode(point)
-    assert encoding.read_curve_point(stored) == replace(point, time_s=12.5)
 
 
 # --- the rest -----------------------------------------------------------------------------------

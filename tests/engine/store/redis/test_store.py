@@ -83,6 +83,28 @@ async def keys(url: str, folder: Path) -> set[str]:
         return {key.decode().removeprefix(start) async for key in redis.scan_iter(f"{start}*")}
 
 
+def test_the_requests_of_a_large_scope_are_read_in_parts(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """One script must not read a million numbers while all other calls wait."""
+    others = {str(seq): f"req_{seq}" for seq in range(7000)}  # their requests are forgotten
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store:
+            made = [(await store.submit(sample(seq))).request_id for seq in (7000, 10**9, 10**18)]
+            async with client(redis_server.url) as redis:
+                key = f"{{{prefix_of(tmp_path)}}}:seqs:5:alices:sample:0"
+                assert await redis.hset(key, mapping=others) == len(others)
+            for limit in (3, 1000):
+                kept = await store.kept_requests("alice", "s:sample:0", limit=limit)
+                assert [each.request_id for each in kept] == made
+            assert [each.seq for each in kept] == [7000, 10**9, 10**18]
+            (newest,) = await store.kept_requests("alice", "s:sample:0", limit=1)
+            assert newest.request_id == made[-1]
+
+    asyncio.run(main())
+
+
 # --- a server that was unreachable, or is full ----------------------------------------------------
 
 

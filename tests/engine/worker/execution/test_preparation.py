@@ -1,13 +1,21 @@
 """The shared part of an adapter kind is prepared before the first adapter, beside other work."""
 
 import threading
+from collections import defaultdict
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from tests.support.worker_bench import CONFIG, TIMEOUT_S, Bench, Counting, run, until
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError
-from tuneserve_engine.core.jobs import CreateModel, JobKind, encode
+from tuneserve_engine.core.grammar import Grammar
+from tuneserve_engine.core.jobs import CreateModel, Job, JobKind, SampleCommand, encode
+from tuneserve_engine.worker.execution.preparation import SamplePreparer
+
+A = Grammar("regex", "a")
 
 
 class Slow(Counting):
@@ -154,5 +162,93 @@ def test_a_payload_that_cannot_be_decoded_needs_no_preparation(tmp_path: Path) -
         request = await bench.submit(JobKind.CREATE_MODEL, b"no command", "a")
         assert (await bench.outcome(request)).rejection is not None
         await bench.ok(await bench.create("b"))
+
+    run(tmp_path, scenario)
+
+
+class Grammars(Counting):
+    """Its grammars take as long to compile as the test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end: dict[str, threading.Event] = defaultdict(threading.Event)
+        self.begun: list[str] = []
+        self.compiled: list[str] = []
+
+    def pending_grammar(self, grammar: Grammar) -> Any:
+        return None if grammar.text in self.compiled else partial(self._compile, grammar.text)
+
+    def _compile(self, text: str) -> None:
+        self.begun.append(text)
+        assert self.may_end[text].wait(TIMEOUT_S)
+        self.compiled.append(text)
+
+
+async def with_grammars(bench: Bench) -> Grammars:
+    await bench.kill()
+    backend = Grammars()
+    bench.start(backend, name="another")
+    return backend
+
+
+SEQ = count()
+
+
+async def sample(bench: Bench, text: str | None, tenant: str = "t") -> str:
+    grammar = None if text is None else Grammar("regex", text)
+    return await bench.sample(tenant, next(SEQ), grammar)
+
+
+def test_samples_wait_for_their_grammar_and_others_do_not(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        backend = await with_grammars(bench)
+        waiting = [await sample(bench, "a"), await sample(bench, "a")]
+        await until(lambda: backend.begun == ["a"])
+        await bench.ok(await sample(bench, None))
+        assert all([await bench.store.wait(each, 0) is None for each in waiting])
+        backend.may_end["a"].set()
+        for each in waiting:
+            await bench.ok(each)
+        await bench.ok(await sample(bench, "a"))
+        assert backend.begun == ["a"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_tenant_has_one_compilation_at_a_time(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        backend = await with_grammars(bench)
+        mine = [await sample(bench, text) for text in ("a", "b")]
+        await until(lambda: backend.begun == ["a"])
+        backend.may_end["c"].set()
+        await bench.ok(await sample(bench, "c", tenant="u"))
+        assert backend.begun == ["a", "c"]
+        backend.may_end["a"].set()
+        await bench.ok(mine[0])
+        await until(lambda: backend.begun == ["a", "c", "b"])
+        backend.may_end["b"].set()
+        await bench.ok(mine[1])
+
+    run(tmp_path, scenario)
+
+
+def test_a_cancelled_sample_is_not_passed_on(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        passed: list[str] = []
+        waiting: list[Any] = []
+        job = Job("t", JobKind.SAMPLE, "s", 0, encode(SampleCommand([1], 1, grammar=A)))
+        jobs = [replace(job, request_id=name) for name in "pq"]
+        may_end = threading.Event()
+        preparer = SamplePreparer(
+            lambda _: partial(may_end.wait, TIMEOUT_S),
+            lambda each: passed.append(each.request_id),
+            waiting.append,
+        )
+        for each in jobs:
+            preparer.route(each)
+        preparer.drop_requests(["p"])
+        may_end.set()
+        await waiting[0]
+        assert (passed, len(waiting)) == (["q"], 1)
 
     run(tmp_path, scenario)

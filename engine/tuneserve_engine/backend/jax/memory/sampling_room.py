@@ -9,6 +9,7 @@ from tuneserve_engine.backend.jax.memory.gpu_room import (
 )
 from tuneserve_engine.backend.jax.memory.sizes import Line, Sizes
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
+from tuneserve_engine.backend.jax.sampling.token_masks import mask_words
 from tuneserve_engine.core.shapes import MAX_LOGIT_BIASES
 
 _DRAWN_COPIES, _SCORED_COPIES = 8, 3
@@ -34,6 +35,7 @@ class SamplingRoom(Sizes):
             self.prompt,
             self.drawing,
             self.logit_edits,
+            self.token_masks,
             self.scoring,
         )
 
@@ -153,6 +155,17 @@ class SamplingRoom(Sizes):
             f"{rows} rows * ({arrays} * ({2 * MAX_LOGIT_BIASES + 2} + {context:,} tokens) + "
             f"2 * {context:,} tokens) * 4 bytes",
             rows * per_row * 4,
+        )
+
+    @property
+    def token_masks(self) -> Line:
+        """A bit per slot and id of the vocabulary, as often as ``logit_edits``."""
+        rows, words = self.shape.sample_rows, mask_words(self.config.vocab_size)
+        arrays = len(self.shape.static_shapes.rank_buckets) + 1
+        return Line(
+            "token masks",
+            f"{rows} rows * {arrays} * {words:,} * 4 bytes",
+            4 * rows * arrays * words,
         )
 
     @property

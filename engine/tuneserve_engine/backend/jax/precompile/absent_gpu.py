@@ -64,7 +64,7 @@ class AbsentGpu:
         if not any(map(_is_installed, _PLUGINS)):
             raise RuntimeError(
                 "JAX's CUDA plugin, which compiles for a GPU, is not installed; on Linux with "
-                "Python 3.12 or later, install it: pip install 'tuneserve[cuda]'"
+                "Python 3.12 or later, install it: pip install '.[cuda]' in a clone"
             )
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=description, topology=f"1x1x{count}"

@@ -17,18 +17,15 @@ import numpy as np
 from tuneserve_engine.backend.jax.attention.paged import Pages
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import AdapterSlotTable
 from tuneserve_engine.backend.jax.sampling.adapter_slots import DecodeAdapters, scans_layers
+from tuneserve_engine.backend.jax.sampling.decode_slots import DecodeSlots, Drawn
 from tuneserve_engine.backend.jax.sampling.kv_pages import KvPageAllocator, prefix_hashes
-from tuneserve_engine.backend.jax.sampling.logit_edits import SlotEdits
-from tuneserve_engine.backend.jax.sampling.logits import AnyArray, RowParams, seed_halves
+from tuneserve_engine.backend.jax.sampling.logits import AnyArray
 from tuneserve_engine.backend.jax.sampling.programs import (
     STEPS_PER_DISPATCH,
     Decoded,
     Programs,
-    TopTokens,
     no_blocks,
-    no_rows,
     no_score_request,
-    no_slots,
 )
 from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence
 from tuneserve_engine.backend.jax.sampling.snapshots import Snapshot, Snapshots
@@ -106,8 +103,7 @@ class DecodeBatch:
         self._put_off = False  # whether a chunk was put off for one dispatch
         self._in_a_row = 0  # chunks prefilled since the last decoding
         self._adapters: DecodeAdapters | None = None
-        self._state = no_slots(slots, programs.table_width, programs.context_length)
-        self._edits = SlotEdits(self._state.edits, programs.put)
+        self._slots = DecodeSlots(programs, slots)
 
     @property
     def prefilling(self) -> int:
@@ -160,10 +156,10 @@ class DecodeBatch:
             hits = sum(part.written for part in sequence.prefix_pages)
             sequence.cache_hits = min(hits * size, context)
         self._use_adapter(adapter_slot, sequence.snapshot)
-        self._state.adapter_slot[slot] = adapter_slot
+        self._slots.adapter_slot[slot] = adapter_slot
         self._sequences[slot] = sequence
-        self._state.table[slot] = 0
-        self._state.table[slot, : len(sequence.prefix_pages)] = [
+        self._slots.table[slot] = 0
+        self._slots.table[slot, : len(sequence.prefix_pages)] = [
             part.page for part in sequence.prefix_pages
         ]
         self._prefilling.append(slot)
@@ -183,7 +179,7 @@ class DecodeBatch:
                 page = self._cache.pool.take_page()
                 if page is None:
                     return False
-                self._state.table[slot, sequence.context // size + len(sequence.private_pages)] = (
+                self._slots.table[slot, sequence.context // size + len(sequence.private_pages)] = (
                     page
                 )
                 sequence.private_pages.append(page)
@@ -249,8 +245,8 @@ class DecodeBatch:
             part = part[: self._programs.block]
             blocks.tokens[number, : len(part)] = part
             blocks.start[number] = sequence.read * self._programs.block
-            blocks.table[number] = self._state.table[slot]
-            blocks.slot[number] = self._state.adapter_slot[slot]
+            blocks.table[number] = self._slots.table[slot]
+            blocks.slot[number] = self._slots.adapter_slot[slot]
             self._cache.counts.prompt_tokens_prefilled += len(part)
             sequence.prefilled_tokens += len(part)
             chosen.append((sequence, sequence.read))
@@ -323,14 +319,10 @@ class DecodeBatch:
         if sequence.context % size:
             self._cache.copy_page(sequence.prefix_pages[-1].page, sequence.private_pages[0])
         first = sequence.context // size
-        self._state.table[slot, first : first + len(sequence.private_pages)] = (
+        self._slots.table[slot, first : first + len(sequence.private_pages)] = (
             sequence.private_pages
         )
-        _set_row(self._state.rows, slot, sequence)
-        self._edits.start(slot, sequence.request)
-        self._state.tokens[slot] = sequence.request.prompt[-1]
-        self._state.positions[slot] = sequence.context
-        self._state.step[slot] = 0
+        self._slots.start(slot, sequence)
 
     def decode(self) -> None:
         """Decode a few tokens of every sequence in one dispatch; drop those after its end."""
@@ -340,58 +332,26 @@ class DecodeBatch:
             if sequence is not None and slot not in self._prefilling
         ]
         top_asked = any(sequence.request.topk_sample for _, sequence in decoding)
-        state = self._state._replace(top=np.bool_(top_asked), edits=self._edits.arrays)
+        state = self._slots.before_dispatch([slot for slot, _ in decoding], top=top_asked)
         decoded: Decoded = self._programs.decode(
             self._rank_bucket, self._cache.take_pages(), self._cache.weights, self._adapters, state
         )
         self._cache.put_pages(decoded.pages)
         tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
         top = jax.device_get(decoded.top) if top_asked else None
-        counts = self._cache.counts
-        counts.slot_steps += tokens.size
+        drawn, steps, counts = Drawn(tokens, logprobs, top), int(state.steps), self._cache.counts
+        counts.slot_steps += steps * len(self._sequences)
         for slot, sequence in decoding:
-            for step in range(len(tokens)):
-                counts.tokens += 1
-                row = _best(top, step, slot, sequence.request.topk_sample)
-                if sequence.push(int(tokens[step, slot]), float(logprobs[step, slot]), row):
-                    self._free(slot)
-                    break
-            else:
-                self._edits.extend(slot, int(self._state.step[slot]), tokens[:, slot])
-                self._state.tokens[slot] = sequence.tokens[-1]
-                self._state.positions[slot] += len(tokens)
-                self._state.step[slot] += len(tokens)
+            counts.tokens += self._slots.add_tokens(slot, sequence, drawn, steps)
+            if sequence.has_ended:
+                self._free(slot)
 
     def _free(self, slot: int) -> None:
         sequence = self._sequences[slot]
         assert sequence is not None
         self._cache.pool.release(sequence.prefix_pages, sequence.private_pages)
-        self._adapter_slots.remove_user(int(self._state.adapter_slot[slot]))
+        self._adapter_slots.remove_user(int(self._slots.adapter_slot[slot]))
         self._sequences[slot] = None
         if slot in self._prefilling:
             self._prefilling.remove(slot)
-        self._state.positions[slot] = -1
-        self._state.table[slot] = 0
-        self._edits.end(slot)
-        _set_row(self._state.rows, slot, None)
-
-
-def _set_row(rows: RowParams, slot: int, sequence: DecodedSequence | None) -> None:
-    if sequence is None:
-        for values, idle in zip(rows, no_rows(1), strict=True):
-            values[slot] = idle[0]
-        return
-    request = sequence.request
-    rows.seed[slot] = seed_halves(request.seed)
-    rows.sample[slot] = sequence.sample
-    rows.temperature[slot] = request.temperature
-    rows.top_k[slot] = request.top_k
-    rows.top_p[slot] = request.top_p
-
-
-def _best(top: TopTokens | None, step: int, slot: int, k: int) -> tuple[AnyArray, AnyArray] | None:
-    """Return ids and logprobs [k] of one token, or None if they were not asked for."""
-    if top is None or not k:
-        return None
-    # Copies: a view would keep the arrays of all decode slots alive.
-    return top.ids[step, slot, :k].copy(), top.logprobs[step, slot, :k].copy()
+        self._slots.end(slot)

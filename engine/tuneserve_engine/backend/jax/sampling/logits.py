@@ -16,8 +16,9 @@ from tuneserve_engine.backend.jax.sampling.exact_draw import inverse_cdf
 
 AnyArray = Array | np.ndarray[Any, np.dtype[Any]]
 
-_SAMPLES, _ALTERNATIVES = 0, 1
-"""The lowest bit of a counter; it separates the two families of draws."""
+_SAMPLES, _ALTERNATIVES, REDRAWS = 0, 1, 1 << 30
+"""The families of draws. They are added to twice a number: of samples (up to 256) and of their
+redraws, or of positions, so no two draws have the same counter."""
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -36,17 +37,23 @@ def seed_halves(seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], dtype=np.uint32)
 
 
-def draw(logits: Float[Array, "B V"], step: Int[Array, " B"], rows: RowParams) -> Int[Array, " B"]:
+def draw(
+    logits: Float[Array, "B V"],
+    step: Int[Array, " B"],
+    rows: RowParams,
+    *,
+    stream: int = _SAMPLES,
+) -> Int[Array, " B"]:
     """Return each row's token number ``step``.
 
     It depends on the row's seed, sample index, step and logits alone. Temperature 0 takes the most
-    likely token.
+    likely token. Draws of another ``stream`` are independent.
     """
     temperature = jnp.asarray(rows.temperature)
     weights = jnp.exp(at_temperature(logits, temperature))
     weights = nucleus(logits, weights, jnp.asarray(rows.top_k), jnp.asarray(rows.top_p))
     words = jax.vmap(_words, in_axes=(0, None, 0, 0))(
-        jnp.asarray(rows.seed), _SAMPLES, jnp.asarray(rows.sample), step
+        jnp.asarray(rows.seed), stream, jnp.asarray(rows.sample), step
     )
     drawn = inverse_cdf(weights, *words)
     return jnp.where(temperature > 0, drawn, _argmax(logits))

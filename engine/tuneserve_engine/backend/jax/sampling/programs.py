@@ -52,6 +52,7 @@ from tuneserve_engine.backend.jax.sampling.logits import (
     top_logprobs,
 )
 from tuneserve_engine.backend.jax.sampling.parts import parts_of_sampling
+from tuneserve_engine.backend.jax.sampling.token_masks import TokenMasks, no_masks, redrawn
 from tuneserve_engine.core.shapes import StaticShapes
 
 STEPS_PER_DISPATCH = 4
@@ -109,11 +110,13 @@ class DecodeState(NamedTuple):
     adapter_slot: AnyArray  # [B] int32; on a CPU, each decode slot has its own
     rows: RowParams
     edits: LogitEdits
+    masks: TokenMasks  # of the first token of the dispatch
     top: Scalar  # bool: whether a decode slot asks for the most likely ids
+    steps: Scalar  # int32: the tokens to decode, 1 to U
 
 
 class Decoded(NamedTuple):
-    """The result of one dispatch."""
+    """The result of one dispatch; what follows its last step is undefined."""
 
     pages: Pages
     tokens: Int[Array, "U B"]
@@ -140,6 +143,7 @@ class Programs:
         self.block = static_shapes.block
         self.table_width = table_width(static_shapes.context_length, static_shapes.block)
         self.context_length = static_shapes.context_length
+        self.vocab_size = model.config.vocab_size
         self.put = programs.mesh.put
         dtype = model.unembedding().dtype
         self.adapter_slots = adapter_slot_count(slots, is_shared=scans_layers())
@@ -190,7 +194,7 @@ class Programs:
             adapters = jax.eval_shape(
                 partial(empty_adapters, slots=self.adapter_slots), adapter.weights
             )
-            state = no_slots(slots, self.table_width, self.context_length)
+            state = no_slots(slots, self.table_width, self.context_length, self.vocab_size)
             self.prefill.declare(rank, pages, weights, adapters, blocks, order=order)
             self.decode.declare(rank, pages, weights, adapters, state, order=order)
             self.score.declare(rank, hidden, adapters, blocks.slot, score_request, order=order)
@@ -209,7 +213,7 @@ def no_rows(slots: int) -> RowParams:
     )
 
 
-def no_slots(slots: int, width: int, length: int) -> DecodeState:
+def no_slots(slots: int, width: int, length: int, vocab: int) -> DecodeState:
     """Return the state of idle decode slots, for up to ``length`` drawn tokens in each."""
     return DecodeState(
         tokens=np.zeros(slots, np.int32),
@@ -219,7 +223,9 @@ def no_slots(slots: int, width: int, length: int) -> DecodeState:
         adapter_slot=np.zeros(slots, np.int32),
         rows=no_rows(slots),
         edits=no_edits(slots, length),
+        masks=no_masks(slots, vocab),
         top=np.bool_(False),
+        steps=np.int32(STEPS_PER_DISPATCH),
     )
 
 
@@ -330,22 +336,29 @@ def _decode(
     else:
         layers, unembed = _unstacked_layers(weights, adapters, None), adapters.of_unembedding()
 
-    def one(
-        carry: tuple[Array, Pages, Array], number: Array
-    ) -> tuple[tuple[Array, Pages, Array], tuple[Array, Array, TopTokens]]:
-        tokens, pages, recent = carry
+    def one(number: Array, before: tuple[Any, ...]) -> tuple[Any, ...]:
+        tokens, pages, recent, scored, top = before
         at = jnp.where(positions < 0, -1, positions + number)
         hidden, pages = model.continued(tokens[:, None], Paged(at[:, None], table, pages, layers))
         logits = model.logits(hidden, unembed)[:, 0]
-        tokens = draw(edited(logits, slots.edits, step, recent), step + number, slots.rows)
+        drawable = edited(logits, slots.edits, step, recent)
+        tokens = draw(drawable, step + number, slots.rows)
+        masks = slots.masks._replace(asked=jnp.asarray(slots.masks.asked) & (number == 0))
+        tokens = redrawn(tokens, drawable, step + number, slots.rows, masks)
         logprobs = drawn_logprobs(logits, temperature, tokens)
-        top = _if(slots.top, lambda: _top(logits, temperature))
-        return (tokens, pages, recent.at[:, number].set(tokens)), (tokens, logprobs, top)
+        chosen = _if(slots.top, lambda: _top(logits, temperature))
+        top = jax.tree.map(lambda all_, mine: all_.at[number].set(mine), top, chosen)
+        recent = recent.at[:, number].set(tokens)
+        return tokens, pages, recent, scored.at[number].set(logprobs), top
 
-    numbers = jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
-    recent = no_recent(len(step), STEPS_PER_DISPATCH)
-    (_, pages, _), drawn = jax.lax.scan(one, (jnp.asarray(slots.tokens), pages, recent), numbers)
-    return Decoded(pages, *drawn)
+    most = STEPS_PER_DISPATCH, len(step)
+    ids = *most, min(MAX_TOP_TOKENS, model.config.vocab_size)
+    top = TopTokens(jnp.zeros(ids, jnp.int32), jnp.zeros(ids, jnp.float32))
+    recent, scored = no_recent(*reversed(most)), jnp.zeros(most, jnp.float32)
+    first = jnp.asarray(slots.tokens), pages, recent, scored, top
+    with jax.named_scope("steps"):
+        _, pages, recent, scored, top = jax.lax.fori_loop(0, slots.steps, one, first)
+    return Decoded(pages, recent.T, scored, top)
 
 
 def _copy(pages: Pages, source: Int[Array, ""], target: Int[Array, ""]) -> Pages:

@@ -3,9 +3,7 @@
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-
-import numpy as np
+from functools import partial
 
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import (
@@ -19,17 +17,15 @@ from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.decode_batch import Counts, DecodeBatch, KvCache
+from tuneserve_engine.backend.jax.sampling.grammars import CompiledGrammar, GrammarCompiler
 from tuneserve_engine.backend.jax.sampling.kv_pages import least_pages, most_pages
-from tuneserve_engine.backend.jax.sampling.programs import (
-    MAX_TOP_TOKENS,
-    STEPS_PER_DISPATCH,
-    Programs,
-)
+from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH, Programs
 from tuneserve_engine.backend.jax.sampling.prompt_logprobs import PromptLogprobs
+from tuneserve_engine.backend.jax.sampling.request_limits import within_limits
 from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence, RunningRequest
 from tuneserve_engine.backend.jax.sampling.snapshots import Snapshot, Snapshots
 from tuneserve_engine.backend.jax.sampling.stop_criteria import StopCriteria, TextDecoder
-from tuneserve_engine.core.errors import EngineError, ServerError, UserError
+from tuneserve_engine.core.errors import EngineError, ServerError
 from tuneserve_engine.core.shapes import StaticShapes
 
 
@@ -55,9 +51,11 @@ class JaxSampler:
         snapshot_bytes: int,
         snapshot_host_bytes: int = sys.maxsize,
         pages: int | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._static_shapes = static_shapes
         self._tokenizer = tokenizer
+        self.grammars = grammars or GrammarCompiler(_no_text, model.config.vocab_size, ())
         self._slot_count = slots
         self._vocab_size = model.config.vocab_size
         self._pages = most_pages(static_shapes, slots) if pages is None else pages
@@ -89,15 +87,13 @@ class JaxSampler:
         self.snapshots.register(snapshot_id, state)
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
-        """Return one result per request, in order. Nothing runs if one of them cannot."""
+        """Return one result per request, in order. Nothing runs if one of them cannot begin."""
         self._drop_all_but({})
         for request in requests:
             self._new_request(request)
         asked = {str(number): request for number, request in enumerate(requests)}
         finished = self.sample_until(asked, _never).finished
-        results = [finished[name] for name in asked]
-        assert all(isinstance(result, SampleResult) for result in results)
-        return results  # type: ignore[return-value]
+        return [_sampled(finished[name]) for name in asked]
 
     def sample_until(
         self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
@@ -141,8 +137,7 @@ class JaxSampler:
         before = {name: run.work for name, run in runs.items()}
         while self._running:
             self._advance()
-            for name in [name for name, run in self._running.items() if not run.remaining]:
-                finished[name] = self._running.pop(name).result()
+            finished |= self._take_ended()
             if should_yield():
                 break
         remaining = {name: run.remaining for name, run in self._running.items()}
@@ -154,16 +149,27 @@ class JaxSampler:
             finished, remaining, work, {name: each for name, each in new_tokens.items() if each}
         )
 
+    def _take_ended(self) -> dict[str, SampleResult | EngineError]:
+        """Return the results of running requests that have ended, or why they failed."""
+        failed = {name: run.failure for name, run in self._running.items() if run.failure}
+        for name in failed:
+            self._drop(name)
+        done = [name for name, run in self._running.items() if not run.remaining]
+        return {**failed, **{name: self._running.pop(name).result() for name in done}}
+
     def _drop_all_but(self, asked: Collection[str]) -> None:
         """Drop running requests that are not in ``asked``."""
         # In order, so that pages are free in the same order in every process.
         for name in [name for name in self._running if name not in asked]:
-            for sequence in self._running.pop(name).sequences:
-                queue = self._waiting.get(_queue_key(sequence), ())
-                if sequence in queue:
-                    self._remove_waiting(_queue_key(sequence), sequence)
-                else:
-                    self._batch_for(sequence.snapshot.rank_bucket).evict(sequence)
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        for sequence in self._running.pop(name).sequences:
+            queue = self._waiting.get(_queue_key(sequence), ())
+            if sequence in queue:
+                self._remove_waiting(_queue_key(sequence), sequence)
+            else:
+                self._batch_for(sequence.snapshot.rank_bucket).evict(sequence)
 
     def _advance(self) -> None:
         """Prefill a chunk of the prompts and decode a few tokens, for every rank bucket."""
@@ -324,7 +330,7 @@ class JaxSampler:
     def _restart(self, batch: DecodeBatch, loser: DecodedSequence) -> None:
         """Take the sequence's place in the batch; it starts anew when its turn comes."""
         batch.evict(loser)
-        anew = self._new_sequence(loser.request, loser.snapshot, loser.sample)
+        anew = self._new_sequence(loser.request, loser.snapshot, loser.grammar, loser.sample)
         anew.cache_hits = loser.cache_hits
         for run in self._running.values():
             if loser in run.sequences:
@@ -339,27 +345,23 @@ class JaxSampler:
         return self._decode_batches[rank_bucket]
 
     def _new_request(self, request: SamplingRequest) -> RunningRequest:
-        _check_widths(request)
-        # Python's numbers are wider than the device's; values beyond its range mean its limit.
-        request = replace(
-            request,
-            top_k=min(request.top_k, np.iinfo(np.int32).max),
-            temperature=min(request.temperature, float(np.finfo(np.float32).max)),
-            topk_prompt=min(request.topk_prompt, self._vocab_size),
-            topk_sample=min(request.topk_sample, self._vocab_size),
-        )
+        request = within_limits(request, self._vocab_size)
+        grammar = None if request.grammar is None else self.grammars.compiled(request.grammar)
         snapshot, count = self._snapshot(request.snapshot_id), request.num_samples
-        return RunningRequest(
-            [self._new_sequence(request, snapshot, sample) for sample in range(count)]
-        )
+        new = partial(self._new_sequence, request, snapshot, grammar)
+        return RunningRequest([new(sample) for sample in range(count)])
 
     def _new_sequence(
-        self, request: SamplingRequest, snapshot: Snapshot, sample: int
+        self,
+        request: SamplingRequest,
+        snapshot: Snapshot,
+        grammar: CompiledGrammar | None,
+        sample: int,
     ) -> DecodedSequence:
         asks = sample == 0 and PromptLogprobs.are_requested(request)
         prompt_logprobs = PromptLogprobs(request, self._static_shapes.block) if asks else None
         return DecodedSequence(
-            request, sample, snapshot, self._stop_criteria(request), prompt_logprobs
+            request, sample, snapshot, self._stop_criteria(request), prompt_logprobs, grammar
         )
 
     def _snapshot(self, snapshot_id: str | None) -> Snapshot:
@@ -388,11 +390,11 @@ def _queue_key(sequence: DecodedSequence) -> tuple[int, str]:
     return sequence.snapshot.rank_bucket, sequence.request.owner
 
 
-def _check_widths(request: SamplingRequest) -> None:
-    targets = 0 if request.targets is None else request.targets.shape[1]
-    widest = max(request.topk_prompt, request.topk_sample, request.alt_tokens, targets)
-    if widest > MAX_TOP_TOKENS:
-        raise UserError(
-            f"a sample asks for {widest} top, alternative or target tokens per position; at most "
-            f"{MAX_TOP_TOKENS} are computed; ask for fewer"
-        )
+def _sampled(result: SampleResult | Exception) -> SampleResult:
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _no_text() -> None:
+    return None

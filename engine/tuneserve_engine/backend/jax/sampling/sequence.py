@@ -14,13 +14,13 @@ from tuneserve_engine.backend.base import (
     TokenDelta,
     TopK,
 )
-from tuneserve_engine.backend.jax.sampling.kv_pages import (
-    PrefixPage,
-)
+from tuneserve_engine.backend.jax.sampling.grammars import CompiledGrammar
+from tuneserve_engine.backend.jax.sampling.kv_pages import PrefixPage
 from tuneserve_engine.backend.jax.sampling.logits import AnyArray
 from tuneserve_engine.backend.jax.sampling.prompt_logprobs import PromptLogprobs
 from tuneserve_engine.backend.jax.sampling.snapshots import Snapshot
 from tuneserve_engine.backend.jax.sampling.stop_criteria import StopCriteria, StopReason
+from tuneserve_engine.core.errors import EngineError
 
 
 @dataclass(eq=False)
@@ -36,6 +36,7 @@ class DecodedSequence:
     snapshot: Snapshot
     stop_criteria: StopCriteria
     prompt_logprobs: PromptLogprobs | None = None
+    grammar: CompiledGrammar | None = None
     prefix_pages: list[PrefixPage] = field(default_factory=list)
     private_pages: list[int] = field(default_factory=list)
     read: int = 0  # number of parts that are prefilled
@@ -46,6 +47,11 @@ class DecodedSequence:
     top: list[tuple[AnyArray, AnyArray]] = field(default_factory=list)
     reported: int = 0  # tokens that ``take_new_tokens`` has returned
     stop_reason: StopReason | None = None
+    failure: EngineError | None = None  # why it cannot go on
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stop_reason is not None or self.failure is not None
 
     @property
     def context(self) -> int:
@@ -115,6 +121,11 @@ class RunningRequest:
     def remaining(self) -> int:
         """The number of sequences that have not ended."""
         return sum(sequence.stop_reason is None for sequence in self.sequences)
+
+    @property
+    def failure(self) -> EngineError | None:
+        """The reason for which a sequence cannot go on, if there is one."""
+        return next((each.failure for each in self.sequences if each.failure), None)
 
     @property
     def work(self) -> float:

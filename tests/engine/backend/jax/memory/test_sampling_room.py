@@ -20,6 +20,7 @@ from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.kv_pages import most_pages
 from tuneserve_engine.backend.jax.sampling.logit_edits import no_edits
 from tuneserve_engine.backend.jax.sampling.programs import Programs
+from tuneserve_engine.backend.jax.sampling.token_masks import no_masks
 from tuneserve_engine.core.shapes import StaticShapes
 
 ROWS = 5
@@ -86,7 +87,19 @@ def test_logit_edits_have_a_copy_per_rank_bucket_and_one_in_progress(name: str, 
     assert line in counted.sampling.lines
     assert line.bytes == arrays * (size(edits) - edits.asked.nbytes) + 2 * edits.drawn.nbytes
     state = Sampling.of(config, static_shapes, dtype).arguments("decode")[3]
-    assert size(edits) <= state <= size(edits) + ROWS * (64 + 4 * static_shapes.context_length)
+    sent = size(edits) + size(no_masks(ROWS, config.vocab_size))
+    assert sent <= state <= sent + ROWS * (64 + 4 * static_shapes.context_length)
+
+
+@EVERY_SHAPE
+def test_token_masks_have_a_copy_per_rank_bucket_and_one_in_progress(name: str, dtype: Any) -> None:
+    config, static_shapes = SHAPES[name]
+    counted = footprint(config, dtype=dtype, static_shapes=static_shapes, sample_rows=ROWS)
+    masks = no_masks(ROWS, config.vocab_size)
+    line = counted.sampling.token_masks
+    assert line in counted.sampling.lines
+    assert line.bytes == (len(static_shapes.rank_buckets) + 1) * masks.words.nbytes
+    assert 8 * masks.words.nbytes >= ROWS * config.vocab_size
 
 
 def test_decode_slots_of_a_gpu_share_adapter_slots() -> None:

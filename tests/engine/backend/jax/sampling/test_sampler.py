@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.compiled import memory_of
 from tests.support.decoders import random_decoder, zero_decoder
+from tests.support.small_tokenizer import small_tokenizer
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SampleResult, SamplingRequest
 from tuneserve_engine.backend.jax.adapters.arrays import TargetShapes, target_shapes
@@ -20,6 +21,7 @@ from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling import programs as sample_programs
 from tuneserve_engine.backend.jax.sampling.decode_batch import DecodeBatch
+from tuneserve_engine.backend.jax.sampling.grammars import GrammarCompiler
 from tuneserve_engine.backend.jax.sampling.programs import (
     MAX_TOP_TOKENS,
     STEPS_PER_DISPATCH,
@@ -29,6 +31,7 @@ from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError, UserError
+from tuneserve_engine.core.grammar import Grammar
 from tuneserve_engine.core.sampling_options import MAX_TOP_K
 from tuneserve_engine.core.shapes import StaticShapes
 
@@ -79,7 +82,10 @@ def programs() -> ProgramRegistry:
 @pytest.fixture(scope="module")
 def sampler(programs: ProgramRegistry, model: Decoder) -> JaxSampler:
     sampler = JaxSampler(
-        programs, model, STATIC_SHAPES, Letters(), slots=DECODE_SLOTS, snapshot_bytes=ROOMY
+        *(programs, model, STATIC_SHAPES, Letters()),
+        slots=DECODE_SLOTS,
+        snapshot_bytes=ROOMY,
+        grammars=GrammarCompiler(small_tokenizer(67).to_str, 67, (66,)),
     )
     programs.compile_ahead(threads=2)
     assert programs.wait(300)
@@ -457,7 +463,8 @@ def any_request(draw: st.DrawFn) -> SamplingRequest:
         logit_bias=draw(st.dictionaries(st.integers(0, 66), st.floats(-100, 100), max_size=67)),
         presence_penalty=draw(st.sampled_from([0.0, 0.0, -2.0, 0.3])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 2.0])),
-        stop_tokens=frozenset(draw(st.sets(st.integers(0, 66), max_size=3))),
+        grammar=draw(st.sampled_from([None, None, Grammar("regex", '[a-z]+|["{}]{1,9}')])),
+        stop_tokens=frozenset({66}) | frozenset(draw(st.sets(st.integers(0, 66), max_size=3))),
         stop_strings=tuple(draw(st.lists(st.sampled_from(["ab", "x"]), max_size=2))),
         prompt_logprobs=draw(st.booleans()),
         topk_prompt=draw(st.sampled_from([0, 1, 8, 64])),

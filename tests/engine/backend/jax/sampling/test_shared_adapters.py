@@ -187,7 +187,7 @@ def test_an_idle_slot_reads_no_adapter_of_its_own() -> None:
         mock.Mock(spec=kind) for kind in (Decoder, Pages, programs.DecodeAdapters)
     )
     adapters.of_tokens.side_effect = StopIteration
-    state = programs.no_slots(SLOTS, 8, 64)
+    state = programs.no_slots(SLOTS, 8, 64, 32)
     state.adapter_slot[:] = 1, 0, 1, 0
     state.positions[2] = 17
     with scanning(), pytest.raises(StopIteration):
