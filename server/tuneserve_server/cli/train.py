@@ -187,17 +187,13 @@ def train(  # noqa: PLR0913 - options
     if export and not dry_run:
         check_export(export, force=force)
     check_trackers(report_to or ())
-    held_out = _held_out(eval_split, eval_file, eval_config)
+    held_out = _placed(_held_out(eval_split, eval_file, eval_config), data, config, split)
     if learning_rate is not None and not (learning_rate >= 0 and isfinite(learning_rate)):
         end(f"--learning-rate is {learning_rate:g}; it must be 0 or more, and finite", REFUSED)
     try:
         check_exists(data)
     except NoSource as error:
         end(str(error), REFUSED)
-    if held_out["eval_file_split"] and eval_file is None:
-        held_out |= {"eval_file": data, "eval_file_config": eval_config or config}
-        if (eval_config or config, eval_split) == (config, split or "train"):
-            end(f"--eval-split {eval_split} is the split to train on; name another one", REFUSED)
     recipe: dict[str, Any] = {
         "seed": seed,
         "epochs": epochs,
@@ -205,7 +201,6 @@ def train(  # noqa: PLR0913 - options
         "learning_rate": learning_rate,
         "max_tokens": max_tokens,
         **held_out,
-        "eval_file": _lasting(held_out["eval_file"]),
         "eval_every": eval_every,
         "patience": patience,
         "sample_prompts": tuple(sample_prompt) if sample_prompt else None,
@@ -274,6 +269,22 @@ def _held_out(split: str | None, file: str | None, config: str | None) -> dict[s
         "eval_file_config": config,
         "eval_file_split": name,
     }
+
+
+def _placed(
+    held_out: dict[str, Any], data: str, config: str | None, split: str | None
+) -> dict[str, Any]:
+    """Return the fields with the file of the held-out rows; a split without one is DATA's.
+
+    Ends the command if the split is the one to train on.
+    """
+    file, name = held_out["eval_file"], held_out["eval_file_split"]
+    if name and file is None:
+        file = data
+        held_out = {**held_out, "eval_file_config": held_out["eval_file_config"] or config}
+        if (held_out["eval_file_config"], name) == (config, split or "train"):
+            end(f"--eval-split {name} is the split to train on; name another one", REFUSED)
+    return {**held_out, "eval_file": _lasting(file)}
 
 
 def _number(text: str | None) -> float | None:

@@ -285,7 +285,7 @@ def _tool_calls(number: int, calls: Any) -> list[Any]:
 def _with_arguments(number: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(function.get("arguments"), str):
         return function
-    arguments = _json_in(function["arguments"])
+    arguments = _json_in(function["arguments"] or "{}")  # as in the chats of the server
     if not isinstance(arguments, dict):
         raise ValueError(
             f'message {number} has a tool call whose "arguments" are no JSON object; write them '

@@ -216,6 +216,8 @@ def test_arguments_of_a_tool_call_are_an_object_or_its_json(tmp_path: Path, argu
     for each in (call, {"type": "function", "function": call}):
         (text,) = rendered(rows_of(tmp_path, calling(each)))
         assert text == 'user:Hello;assistant:{"city": "Paris"};'
+    (text,) = rendered(rows_of(tmp_path, calling({"name": "look", "arguments": ""})))
+    assert text == "user:Hello;assistant:{};"
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
