@@ -1,12 +1,14 @@
 """Measure the round trip of a one-datum ``forward_backward`` on an idle server.
 
-The script drives the real processes through the official SDK and, to see the server's own share,
+It also compares a custom loss on the server with the same loss in the two phases of the SDK. The
+script drives the real processes through the official SDK and, to see the server's own share,
 through bare HTTP. It also runs the same body in the bare engine in this process, so the ratio shows
 the cost of the service. The store is durable throughout (SQLite, synchronous=FULL), and its fsync
 is timed, too.
 """
 
 import argparse
+import dataclasses
 import os
 import platform
 import statistics
@@ -20,6 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 import tinker
+import torch
 from contenders import wait_until_compiled
 from results import append, commit_name
 from tinker import types
@@ -66,6 +69,43 @@ def sdk_round_trip(server: LocalServer) -> Callable[[], Any]:
         loss_fn_inputs={"target_tokens": list(range(1, TOKENS + 1)), "weights": [1.0] * TOKENS},
     )
     return lambda: trainer.forward_backward([datum], "cross_entropy").result()
+
+
+def dpo(
+    logprobs: Any, ref: Any, chosen: Any, rejected: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    moved = logprobs - ref
+    margin = 0.1 * ((moved * chosen).sum() - (moved * rejected).sum())
+    return -torch.nn.functional.logsigmoid(margin), {"custom/margin:mean": margin}
+
+
+def custom_loss_round_trips(server: LocalServer) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return the round trip of a custom loss on the server, and that of the SDK's two phases."""
+    service = tinker.ServiceClient(base_url=server.url, api_key="tml-bench")
+    trainer = service.create_lora_training_client(base_model=server.base_model, rank=RANK).result()
+    chosen = (torch.arange(TOKENS) < TOKENS // 2).float()
+    inputs = {"ref": torch.full((TOKENS,), -2.0), "chosen": chosen, "rejected": 1 - chosen}
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(list(range(TOKENS))),
+        loss_fn_inputs={"target_tokens": list(range(1, TOKENS + 1)), **inputs},
+    )
+    ranks: Any = dict.fromkeys(("logprobs", *inputs), 1)
+    handle = service.create_custom_loss(dpo, input_ranks=ranks).result()
+    assert handle.loss_id is not None
+    on_client = dataclasses.replace(handle, loss_id=None)
+    return (
+        lambda: trainer.forward_backward_custom([datum], handle).result(),
+        lambda: trainer.forward_backward_custom([datum], on_client).result(),
+    )
+
+
+def custom_losses(server: LocalServer, rounds: int) -> dict[str, list[float]]:
+    """Return the times of a custom loss on the server, and in two phases."""
+    on_server, on_client = custom_loss_round_trips(server)
+    return {
+        "official SDK, custom loss on the server": milliseconds(on_server, rounds),
+        "official SDK, custom loss in two phases": milliseconds(on_client, rounds),
+    }
 
 
 def body(model_id: str, seq_id: int) -> bytes:
@@ -132,11 +172,14 @@ def measure(rounds: int) -> dict[str, list[float]]:
             wait_until_compiled(server)
             figures["HTTP, two calls"] = milliseconds(http_round_trip(server), rounds)
             figures["official SDK"] = milliseconds(sdk_round_trip(server), rounds)
+            figures |= custom_losses(server, rounds)
         with slow_disk(), LocalServer(folder) as server:
             wait_until_compiled(server)
             slow = "every commit 4 ms slower"
             figures[f"HTTP, {slow}"] = milliseconds(http_round_trip(server), rounds)
             figures[f"official SDK, {slow}"] = milliseconds(sdk_round_trip(server), rounds)
+            for name, times in custom_losses(server, rounds).items():
+                figures[f"{name}, {slow}"] = times
         figures["bare engine"] = milliseconds(bare_engine(folder), rounds)
     return figures
 

@@ -37,7 +37,13 @@ repetition, futures, sessions, errors.
 SECTIONS = {
     "Service": ("client", "telemetry", "get_server_capabilities", "healthz", "metrics"),
     "Sessions": ("create_session", "session_heartbeat", "sessions"),
-    "Training": ("create_model", "get_info", "forward_backward", "optim_step"),
+    "Training": (
+        "create_model",
+        "get_info",
+        "forward_backward",
+        "create_custom_loss",
+        "optim_step",
+    ),
     "Weights": (
         "save_weights",
         "save_weights_for_sampler",

@@ -8,7 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tuneserve_client.wire import account_types, checkpoint_types, run_types, types
+from tuneserve_client.wire import (
+    account_types,
+    checkpoint_types,
+    custom_loss_types,
+    run_types,
+    types,
+)
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.files_mount import new_files
 from tuneserve_engine.store.open import OpenStore
@@ -48,6 +54,7 @@ from tuneserve_server.routes import (
     checkpoint_search,
     checkpoints,
     copies,
+    custom_losses,
     dashboard,
     dashboard_events,
     documentation,
@@ -77,6 +84,7 @@ ROUTERS = (
         sessions,
         models,
         training,
+        custom_losses,
         checkpoints,
         uploads,
         external_uploads,
@@ -187,7 +195,7 @@ class _Api(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         modules = (
-            *(types, run_types, account_types, checkpoint_types),
+            *(types, run_types, account_types, checkpoint_types, custom_loss_types),
             *(openai_types, messages_types, responses_types),
         )
         return describe(self, [each for module in modules for each in requests_of(module)])

@@ -162,6 +162,7 @@ class FuzzClient:
             ("POST", "/telemetry", {"events": [{"event": CANARY}], **session}),
             ("POST", "/create_model", bodies.create_model(self.session, number)),
             ("POST", "/get_info", {"model_id": self.model}),
+            ("POST", "/create_custom_loss", {**session, **self._custom_loss(number)}),
             ("POST", "/optim_step", {**model, "adam_params": {**adam, "grad_clip_norm": 1.0}}),
             ("POST", "/save_weights", {**model, **named, "overwrite": False}),
             ("POST", "/save_weights_for_sampler", {**model, "sampling_session_seq_id": number}),
@@ -226,6 +227,18 @@ class FuzzClient:
         chosen = {"project_ids": ["p"], "base_models": ["tuneserve/fake"], "limit": 3}
         owner = {"type": "user", "owner_urns": ["a"]}
         return {**chosen, "user_metadata": {"a": "b"}, "owner": owner, "cursor": place}
+
+    def _custom_loss(self, number: int) -> Any:
+        step = {"op": "call_method", "name": "sum_1", "target": "sum", "kwargs": {"dim": 0}}
+        returned = {"tuple": [{"ref": "sum_1"}, {"dict": {"custom/a:sum": {"ref": "sum_1"}}}]}
+        nodes = [
+            {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+            {**step, "args": [{"ref": "logprobs"}]},
+            {"op": "output", "name": "output", "target": "output", "args": [returned]},
+        ]
+        inputs = [{"name": "logprobs", "rank": 1}]
+        named = {"custom_loss_seq_id": number % 256, "name": "a", "inputs": inputs}
+        return {**named, "graph": {"format": 1, "nodes": nodes}}
 
     def _completion(self, number: int) -> Any:
         drawn = {"max_tokens": 2, "n": 2, "stop": ["a"], "seed": 3, "logprobs": 1, "user": "me"}
@@ -329,7 +342,7 @@ class FuzzClient:
 
 # One weight per template. Templates that write files to a disk are rarer.
 _WEIGHTS = [
-    *(10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3),
+    *(10, 5, 5, 2, 8, 5, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 3, 3),
     *(3, 3, 2, 3, 2, 4, 4, 4, 4, 4, 2),
 ]
 

@@ -45,6 +45,19 @@ NAMING: dict[str, list[Call]] = {
     ],
     "POST /get_info": [("/get_info", {"model_id": "@model"})],
     "POST /forward_backward": [("/forward_backward", "@gradient")],
+    "POST /create_custom_loss": [
+        (
+            "/create_custom_loss",
+            {
+                "session_id": "@session",
+                "custom_loss_seq_id": 1,
+                "name": "a",
+                "inputs": [{"name": "logprobs", "rank": 1}],
+                "graph": {"nodes": []},
+            },
+        ),
+        ("/create_custom_loss", {"session_id": "@session", "custom_loss_seq_id": 2}),
+    ],
     "POST /optim_step": [
         ("/optim_step", {"model_id": "@model", "seq_id": SEQ, "adam_params": {}}),
         ("/optim_step", {"model_id": "@model", "seq_id": SEQ, "adam_params": 3}),

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +193,51 @@ def test_policy_losses_and_custom_losses_train(service, server):
     trainer.optim_step(ADAM).result()
     after = trainer.forward_backward_custom(DATA, preference).result().metrics["loss:sum"]
     assert after < before
+
+
+def dpo(logprobs, ref, chosen, rejected):
+    moved = logprobs - ref
+    margin = 0.1 * ((moved * chosen).sum() - (moved * rejected).sum())
+    loss = -torch.nn.functional.logsigmoid(margin)
+    return loss, {"custom/margin:mean": margin, "custom/right:sum": (margin > 0).float()}
+
+
+def test_a_custom_loss_on_the_server_is_that_of_the_clients_two_phases(service, server):
+    """Both run the same traced graph; without its id, the handle runs on the client."""
+    random = np.random.default_rng(3)
+    data = []
+    for n in (16, 9, 23):
+        chosen = torch.arange(n) < n // 2
+        inputs = {"chosen": chosen.float(), "rejected": (~chosen).float()}
+        inputs["ref"] = torch.tensor(-2 * random.random(n), dtype=torch.float32)
+        data.append(datum(random.integers(5, 200, n).tolist(), **inputs))
+    ranks = dict.fromkeys(("logprobs", "ref", "chosen", "rejected"), 1)
+    handle = service.create_custom_loss(dpo, input_ranks=ranks).result()
+    assert handle.loss_id is not None
+    mine, theirs = new_trainer(service, server), new_trainer(service, server)
+    futures = (
+        mine.forward_backward_custom(data, handle),
+        theirs.forward_backward_custom(data, replace(handle, loss_id=None)),
+    )
+    on_server, on_client = (each.result() for each in futures)
+    for name in ("loss:sum", "custom/margin:mean", "custom/right:sum"):
+        assert on_server.metrics[name] == pytest.approx(on_client.metrics[name], rel=1e-6)
+    for one, other in zip(on_server.loss_fn_outputs, on_client.loss_fn_outputs, strict=True):
+        assert one["logprobs"].data == other["logprobs"].data
+    norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (mine, theirs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    again = mine.forward_backward_custom(data, handle).result()
+    assert again.metrics["loss:sum"] < on_server.metrics["loss:sum"]
+    assert "surrogate_loss:sum" not in on_server.metrics
+
+
+def test_a_graph_with_an_operation_that_is_not_offered_is_refused_by_its_node(service):
+    def noisy(logprobs):
+        return (logprobs * torch.rand_like(logprobs)).sum(), {}
+
+    with pytest.raises(tinker.RequestFailedError, match=r"node rand_like .*random") as caught:
+        service.create_custom_loss(noisy, input_ranks={"logprobs": 1}).result()
+    assert caught.value.category == types.RequestErrorCategory.User
 
 
 BAD = {

@@ -8,8 +8,17 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser
 
-from tests.page.many_runs import COUNT, fill
-from tests.page.stage import PAGE, Trainer, Visit, chromium, make_key, open_api, training
+from tests.page.many_runs import COUNT, KEY, SESSION, fill
+from tests.page.stage import (
+    PAGE,
+    Trainer,
+    Visit,
+    chromium,
+    heartbeats,
+    make_key,
+    open_api,
+    training,
+)
 from tuneserve_server.cli.local_server import LocalServer
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -54,7 +63,7 @@ def many_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an API process without keys and workers, whose store has many runs."""
     folder = tmp_path_factory.mktemp("many")
     fill(folder, COUNT)
-    with open_api(folder) as address:
+    with open_api(folder) as address, heartbeats(address, SESSION, KEY):
         yield address
 
 

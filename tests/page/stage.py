@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,28 @@ def open_api(folder: Path) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
+
+
+@contextmanager
+def heartbeats(url: str, session: str, key: str) -> Iterator[None]:
+    """Keep a session alive during the block, as the client of its runs would."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(10):
+            httpx.post(
+                f"{url}/api/v1/session_heartbeat",
+                json={"session_id": session},
+                headers={"X-API-Key": key},
+            ).raise_for_status()
+
+    with ThreadPoolExecutor(1) as pool:
+        beating = pool.submit(beat)
+        try:
+            yield
+        finally:
+            ended.set()
+            beating.result()
 
 
 def kill_api(server: LocalServer) -> None:

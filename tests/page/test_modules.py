@@ -292,8 +292,11 @@ def test_the_time_left_follows_the_rate_of_the_last_steps(call: Call) -> None:
     assert call("answers.js", "leftS", rows, 30, 40) == 0
     assert call("answers.js", "leftS", rows, None, 40) is None
     assert call("answers.js", "leftS", rows[:1], 50, 40) is None
-    assert call("answers.js", "leftS", rows, 50, 639) == 38
-    assert call("answers.js", "leftS", rows, 50, 641) is None  # nothing for ten minutes
+    assert call("answers.js", "leftS", rows, 50, 99) == 38
+    assert call("answers.js", "leftS", rows, 50, 101) is None  # nothing for a minute
+    slow = [row | {"time_s": 10 * row["time_s"]} for row in rows]  # 20 s a step, until 400 s
+    assert call("answers.js", "leftS", slow, 50, 799) == 380
+    assert call("answers.js", "leftS", slow, 50, 801) is None  # nothing for 20 steps
 
 
 def test_an_unfinished_run_tells_its_share_and_an_ended_one_when(call: Call) -> None:
@@ -302,6 +305,9 @@ def test_an_unfinished_run_tells_its_share_and_an_ended_one_when(call: Call) -> 
     found = call("answers.js", "isDone", run, rows, 20)
     assert (found["number"], found["share"]) == ("in 2 min", 0.25)
     assert "step 20 of 80" in found["note"]
+    killed = call("answers.js", "isDone", run, rows, 110)
+    assert (killed["number"], killed["share"]) == ("not known", 0.25)
+    assert killed["note"].endswith("no step for 1 min 30 s")
     ended = call("answers.js", "isDone", run | {"state": "stopped"}, rows, 20)
     assert (ended["word"], ended["share"]) == ("stopped", None)
 

@@ -48,13 +48,13 @@ def assert_failure(
 
 async def test_the_api_has_as_many_routes_as_the_wire_has_endpoints(api: Any) -> None:
     """Priority A and B of the wire have 32 endpoints, clients of sampling sessions three more,
-    copies and old SDKs one each. Newer SDKs have three more, one of them with links for files.
-    Keys, the audit log, bills, projects, traces and the search of sessions have nine.
+    copies, custom losses and old SDKs one each. Newer SDKs have three more, one of them with links
+    for files. Keys, the audit log, bills, projects, traces and the search of sessions have nine.
 
     The others serve downloads, tokenizers, uploads of adapters, three kinds of usage report, the
     search, notes and events of runs, and the dashboard.
     """
-    assert len(set(routes())) == 63
+    assert len(set(routes())) == 64
 
 
 async def test_every_route_but_two_requires_a_key(api: Any) -> None:
@@ -162,6 +162,7 @@ async def test_another_tenants_objects_look_absent_on_every_route(
     await service.result(answer)
     calls: list[tuple[str, str, Any]] = [
         ("POST", "/create_model", bodies.create_model("@session")),
+        ("POST", "/create_custom_loss", {"session_id": "@session", "custom_loss_seq_id": 0}),
         ("POST", "/session_heartbeat", {"session_id": "@session"}),
         ("POST", "/sessions/@session/finish", {"reason": {"type": "success"}}),
         ("GET", "/sessions/@session", None),
@@ -284,6 +285,16 @@ async def test_mutated_json_never_causes_a_5xx(service: Any, bodies: Any) -> Non
         ("/create_session", {"tags": ["a"], "user_metadata": {"a": "b"}, "sdk_version": "1"}),
         ("/create_model", bodies.create_model(session, 5)),
         ("/optim_step", {"model_id": model, "seq_id": 9, "adam_params": {"learning_rate": 0.1}}),
+        (
+            "/create_custom_loss",
+            {
+                "session_id": session,
+                "custom_loss_seq_id": 1,
+                "name": "a",
+                "inputs": [{"name": "logprobs", "rank": 1}],
+                "graph": {"nodes": [{"op": "output", "name": "a", "target": "a", "args": [1]}]},
+            },
+        ),
         ("/save_weights", save),
         ("/save_weights_for_sampler", {**save, "sampling_session_seq_id": 1}),
         ("/save_weights_external", {**save, "age_encryption_recipients": ["age1"]}),

@@ -1,7 +1,7 @@
 """The records that the store keeps beside the log. Plain data; ``key`` is unique per type.
 
 ``tenant`` owns the record; ``parent`` is the record that it is listed under (a session's models and
-samplers, a model's checkpoints). Times are unix seconds.
+samplers and custom losses, a model's checkpoints). Times are unix seconds.
 """
 
 from dataclasses import dataclass, field
@@ -116,6 +116,18 @@ class SamplerRecord:
 
 
 @dataclass(frozen=True)
+class CustomLossRecord:
+    """A custom loss of a session: its checked graph, or the error for which it was refused."""
+
+    key: str  # <session>:loss:<n>
+    tenant: str
+    parent: str  # session
+    created_s: float
+    graph: str = ""  # see ``custom_loss.graph``
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class CheckpointRecord:
     key: str  # tinker://<model>/<kind>/<name>
     tenant: str
@@ -220,6 +232,7 @@ Record = (
     | ModelRecord
     | RunEventRecord
     | SamplerRecord
+    | CustomLossRecord
     | CheckpointRecord
     | DirectoryRecord
     | ProcessRecord
@@ -232,6 +245,7 @@ RECORD_TYPES: dict[str, type[Record]] = {
     "model": ModelRecord,
     "run_event": RunEventRecord,
     "sampler": SamplerRecord,
+    "custom_loss": CustomLossRecord,
     "checkpoint": CheckpointRecord,
     "directory": DirectoryRecord,
     "process": ProcessRecord,

@@ -134,12 +134,13 @@ class KeptRequest:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """The store's fill level: unfinished requests by tenant, requests kept for replay, and recovery
-    points."""
+    """The store's fill level: unfinished requests by tenant, requests kept for replay, recovery
+    points, and the models that have unfinished requests."""
 
     unfinished: dict[str, int]
     logged: int
     points: int
+    busy: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -412,9 +413,9 @@ class Store(Queue, Protocol):
     async def end_session(self, key: str, reason: str) -> None:
         """Mark the session and its models ended; the first reason wins.
 
-        Deletes the session's samplers, rejects jobs that still wait for a gap, and queues an unload
-        behind the log of each model that a worker holds. When a model is unloaded, its recovery
-        points and payloads are dropped.
+        Deletes the session's samplers and custom losses, rejects jobs that still wait for a gap,
+        and queues an unload behind the log of each model that a worker holds. When a model is
+        unloaded, its recovery points and payloads are dropped.
         """
         ...
 

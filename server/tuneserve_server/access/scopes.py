@@ -25,6 +25,7 @@ SCOPES: dict[str, frozenset[Scope]] = {
     "POST /create_model": _TRAIN,
     "POST /get_info": _EITHER,
     "POST /forward_backward": _TRAIN,
+    "POST /create_custom_loss": _TRAIN,
     "POST /optim_step": _TRAIN,
     "POST /save_weights": _TRAIN,
     "POST /save_weights_for_sampler": _TRAIN,

@@ -17,7 +17,7 @@ from tuneserve_client import (
     TuneserveError,
 )
 from tuneserve_client.paths import PATH_PREFIX
-from tuneserve_server.cli.held_out import weight_of
+from tuneserve_server.cli.held_out import SamplePrompt, weight_of
 from tuneserve_server.cli.run_events import record_event
 from tuneserve_server.cli.train_preview import TokenDecoder
 from tuneserve_server.cli.train_recipe import Recipe
@@ -40,7 +40,7 @@ class HeldOutData:
     rows: int
     data: Sequence[Datum]
     """The rows as datums; a conversation may have several."""
-    prompts: Sequence[list[int]]
+    prompts: Sequence[SamplePrompt]
 
 
 class Evaluation:
@@ -111,7 +111,7 @@ class Evaluation:
         try:
             sampler = self._model.save_sampler()
             asked = [
-                sampler.sample(each, max_tokens=self._recipe.sample_tokens, temperature=0)
+                sampler.sample(each.tokens, max_tokens=self._recipe.sample_tokens, temperature=0)
                 for each in self._held_out.prompts
             ]
             completions = [each.result().tokens for each in asked]
@@ -119,7 +119,7 @@ class Evaluation:
             typer.echo(f"cannot sample: {error}; training goes on", err=True)
             return []
         samples = [
-            {"prompt": self._text(prompt), "completion": self._text(tokens)}
+            {"prompt": prompt.text, "completion": self._tokenizer.decode(tokens)}
             for prompt, tokens in zip(self._held_out.prompts, completions, strict=True)
         ]
         if self._recipe.is_recorded(step, steps):
@@ -127,9 +127,6 @@ class Evaluation:
             short = [{name: text[:most] for name, text in each.items()} for each in samples]
             record_event(self._client, self._model.id, "samples", step, {"samples": short})
         return samples
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens)
 
 
 def held_out_loss(model: Model, data: Sequence[Datum]) -> float:

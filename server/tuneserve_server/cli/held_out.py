@@ -3,14 +3,25 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tuneserve_client import Datum
 from tuneserve_client.data import Encoder
+from tuneserve_client.wire.tokenizer import Tokenizer
+from tuneserve_server.cli.data.forms import Row
 from tuneserve_server.cli.train_rows import Rows
 
 _SHOWN_TEXT = 16
 """The most tokens of a row without a prompt that stand for one."""
+
+
+@dataclass(frozen=True)
+class SamplePrompt:
+    """A prompt to continue; ``text`` is how it is shown, of a conversation its last message."""
+
+    tokens: list[int]
+    text: str
 
 
 class TooFewRows(ValueError):
@@ -47,6 +58,26 @@ def prompt_of(datum: Datum) -> list[int]:
     if before == 1:
         before = max(1, min(_SHOWN_TEXT, len(datum) // 2))
     return [int(each) for each in datum.tokens[:before]]
+
+
+def prompt_in(datum: Datum, rows: Sequence[Row], tokenizer: Tokenizer) -> SamplePrompt:
+    """Return the prompt of a datum, which was made of one of the rows.
+
+    The prompt of a conversation whose last message is not found is shown with the template's marks:
+    without them, a role could not be told from the text.
+    """
+    tokens = prompt_of(datum)
+    for row in rows:
+        options: dict[str, Any] = {} if row.tools is None else {"tools": row.tools}
+        for turn, message in enumerate(row.messages):
+            said = row.messages[turn - 1].get("content") if turn else None
+            if message["role"] != "assistant" or not isinstance(said, str) or not said.strip():
+                continue
+            text = tokenizer.render(row.messages[:turn], **options)
+            if tokenizer.encode(text, special=False) == tokens:
+                return SamplePrompt(tokens, said)
+    is_chat = any(row.messages for row in rows)
+    return SamplePrompt(tokens, tokenizer.decode(tokens, skip_special=not is_chat))
 
 
 def encoded_prompt(text: str, tokenizer: Encoder, *, as_chat: bool) -> list[int]:

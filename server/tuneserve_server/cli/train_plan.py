@@ -12,7 +12,7 @@ from tuneserve_client.wire.tokenizer import Tokenizer
 from tuneserve_engine.core.errors import REFUSED
 from tuneserve_server.cli.data.sources import NoSource, check_exists
 from tuneserve_server.cli.evaluation import HeldOutData, losses_in
-from tuneserve_server.cli.held_out import encoded_prompt, prompt_of, split
+from tuneserve_server.cli.held_out import SamplePrompt, encoded_prompt, prompt_in, split
 from tuneserve_server.cli.output import FAILED, end
 from tuneserve_server.cli.resolve import checkpoint_path
 from tuneserve_server.cli.train_options import TrainOptions
@@ -168,10 +168,13 @@ def _held_out(recipe: Recipe, rows: Rows, tokenizer: Tokenizer, limit: int) -> H
     """Return the held-out rows as datums, and the prompts that are continued."""
     data = encode(rows, tokenizer, limit=limit, cut=recipe.max_tokens is not None)
     as_chat = bool(rows.rows[0].messages)
-    prompts = [encoded_prompt(each, tokenizer, as_chat=as_chat) for each in recipe.sample_prompts]
-    prompts = prompts or [prompt_of(each) for each in data[:_PROMPTS]]
+    prompts = [
+        SamplePrompt(encoded_prompt(each, tokenizer, as_chat=as_chat), each)
+        for each in recipe.sample_prompts
+    ] or [prompt_in(each, rows.rows[:_PROMPTS], tokenizer) for each in data[:_PROMPTS]]
     longest = limit - min(recipe.sample_tokens, limit // 2)  # the context has room for both
-    return HeldOutData(len(rows.rows), data, [each[-longest:] for each in prompts])
+    cut = [replace(each, tokens=each.tokens[-longest:]) for each in prompts]
+    return HeldOutData(len(rows.rows), data, cut)
 
 
 def _only_base_model(client: Client) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tuneserve_client.runs import RunState
 from tuneserve_engine.store.base import StoreStats
 from tuneserve_server.dashboard.curves import Curve
 
@@ -27,7 +28,8 @@ class Run:
     rank: int
     adapter: str
     status: str
-    diverged: bool
+    state: RunState
+    diverged: bool  # restored with other results than those delivered
     created_s: float
     last_request_s: float
 

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
+from tuneserve_client.runs import RunState
 from tuneserve_engine.core.records import ModelRecord, SessionRecord
 from tuneserve_engine.core.usage import TenantUsage, Totals
 from tuneserve_engine.store.base import ServedModel, Store, StoreStats
 from tuneserve_server.base_models import BaseModels
 from tuneserve_server.dashboard.curves import Curve, CurveReader
+from tuneserve_server.dashboard.run_states import RunStates
 from tuneserve_server.dashboard.state import DashboardState, Rates, Run, TenantRow, WorkerShown
 from tuneserve_server.errors import TooManyRequests
 from tuneserve_server.ttl_cache import CachedQuery
@@ -48,6 +50,7 @@ class Dashboard:
         self._curves: OrderedDict[str, CurveReader[Curve]] = OrderedDict()
         self._names: OrderedDict[str, str] = OrderedDict()
         self._worked = Rates(clock)
+        self._states = RunStates(store, clock)
         self.stats = CachedQuery(lambda: store.stats(), _STATS_S, clock)
 
     @contextmanager
@@ -109,7 +112,11 @@ class Dashboard:
         page = await self._store.page_of_records(ModelRecord, tenant=tenant, limit=_LISTED)
         used = sorted(page.items, key=lambda each: -each.last_request_s)[:MOST_RUNS]
         models = sorted(used, key=lambda each: -each.created_s)
-        runs = [_run(each, await self._name(each.parent)) for each in models]
+        states = await self._states.states_of(models, stats)
+        runs = [
+            _run(model, await self._name(model.parent), state)
+            for model, state in zip(models, states, strict=True)
+        ]
         curves = {}
         for each in models:
             reading = _kept(self._curves, each.key, lambda: CurveReader(Curve(), self._clock))
@@ -152,7 +159,7 @@ def _kept(known: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     return known[key]
 
 
-def _run(model: ModelRecord, session_name: str) -> Run:
+def _run(model: ModelRecord, session_name: str, state: RunState) -> Run:
     return Run(
         model_id=model.key,
         tenant=model.tenant,
@@ -161,6 +168,7 @@ def _run(model: ModelRecord, session_name: str) -> Run:
         rank=model.config.rank,
         adapter=model.config.kind,
         status=model.status.value,
+        state=state,
         diverged=model.diverged,
         created_s=model.created_s,
         last_request_s=model.last_request_s,

@@ -25,6 +25,7 @@ from tuneserve_engine.telemetry import logs
 from tuneserve_engine.telemetry.log_throttle import ThrottledLog
 from tuneserve_server import request_cost
 from tuneserve_server.base_models import decomposing
+from tuneserve_server.commands import custom_losses
 from tuneserve_server.dependencies import Caller, CallerDep, incoming, reply, short
 from tuneserve_server.errors import BadRequest, ResultGone, SessionClosed, UnknownResource
 from tuneserve_server.http.incoming import Incoming
@@ -88,6 +89,9 @@ async def _found(
     """Return the outcome or, if there is none within ``hold_s``, the queue state and its reason."""
     until_s = time.monotonic() + hold_s
     try:
+        if custom_losses.is_future(request_id):
+            created = await caller.polls.hold(_created_loss(caller, request_id), hold_s)
+            return created or ("active", None)
         scope = await caller.polls.hold(_own_scope(caller, request_id), hold_s)
         if scope is not None:
             waiting = caller.store.wait(request_id, hold_s)
@@ -102,6 +106,14 @@ async def _found(
         logger.exception("the store did not answer a poll")
         await caller.polls.pause(until_s - time.monotonic())
         return "paused_capacity", "the server cannot read its store; its log says why"
+
+
+async def _created_loss(caller: Caller, request_id: str) -> Outcome:
+    """Return the outcome of creating a custom loss, which is known once it is accepted."""
+    found = await custom_losses.outcome(caller, request_id)
+    if found is None:
+        raise UnknownResource(_NO_REQUEST.format(tenant=caller.tenant))
+    return found
 
 
 async def _own_scope(caller: Caller, request_id: str) -> str:

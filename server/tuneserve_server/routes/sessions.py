@@ -37,6 +37,7 @@ async def client_config(caller: CallerDep) -> Response:
     flags: dict[str, bool | int] = {
         "sample_join_sampling_session": True,
         "proto_compress_fwdbwd": True,
+        "custom_loss_server_side": True,
         # A run whose budget is used up pauses until the next day; an operator may raise the budget
         # at any time.
         "billing_exception_max_pause_duration_sec": 2 * DAY_S,

@@ -10,7 +10,7 @@ from tuneserve_engine.core.jobs import JobKind, OptimStep
 from tuneserve_engine.core.records import ModelRecord
 from tuneserve_server.admission import JobKey, submit_command, submit_job, submit_rejection
 from tuneserve_server.commands import common as commands
-from tuneserve_server.commands import recorded
+from tuneserve_server.commands import custom_losses, recorded
 from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, incoming, reply
 from tuneserve_server.errors import (
     BudgetUsedUp,
@@ -44,6 +44,8 @@ async def forward_backward(request: Request, caller: CallerDep) -> Response:
                 request_id = await submit_rejection(caller, place, UserError(problem))
             elif head.loss == recorded.LOSS:
                 request_id = await _admit_recorded(caller, place, model, message)
+            elif head.loss == custom_losses.LOSS:
+                request_id = await _admit_custom(caller, place, model, message)
             else:
                 request_id = await submit_job(caller, place, message)
     except body.BodyTruncated as error:
@@ -60,6 +62,15 @@ async def _admit_recorded(caller: Caller, place: JobKey, model: ModelRecord, mes
         except UserError as error:
             return await submit_rejection(caller, place, error)
         return await submit_job(caller, place, message)
+
+
+async def _admit_custom(caller: Caller, place: JobKey, model: ModelRecord, message: bytes) -> str:
+    """Admit a request of a custom loss, joined with the graph of the loss."""
+    try:
+        message = await custom_losses.joined(caller, model, message)
+    except UserError as error:
+        return await submit_rejection(caller, place, error)
+    return await submit_job(caller, place, message)
 
 
 async def _addressed(caller: Caller, head: RequestHead) -> tuple[ModelRecord, JobKey]:

@@ -3,14 +3,12 @@
 import json
 from collections import OrderedDict
 from contextlib import suppress
-from typing import get_args
 
-from tuneserve_client.runs import RunOutcome
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.records import ModelRecord, SessionRecord
 from tuneserve_engine.store.base import Store
+from tuneserve_server.dashboard.run_states import OUTCOMES
 
-OUTCOMES: tuple[RunOutcome, ...] = get_args(RunOutcome)
 _KEPT = 65_536  # names of sessions, each of up to 1 KiB
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from tuneserve_client.runs import RunOrder, RunState
-from tuneserve_engine.core.records import ModelRecord, ModelStatus
+from tuneserve_engine.core.records import ModelRecord
 from tuneserve_engine.core.usage import TenantUsage, Totals
 from tuneserve_engine.store.base import Page, Store, StoreStats
 from tuneserve_server.dashboard.curves import CurveReader
-from tuneserve_server.runs.names import OUTCOMES, RunNames, is_archived, tags_of
+from tuneserve_server.dashboard.run_states import RunStates
+from tuneserve_server.runs.names import RunNames, is_archived, tags_of
 from tuneserve_server.runs.progress import Progress
 from tuneserve_server.ttl_cache import CachedQuery
 
@@ -33,6 +34,15 @@ class RunSummary:
     duration_s: float
     total: Totals
     progress: Progress
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A model with what a search looks at; ``state`` is "running" where a search does not ask."""
+
+    model: ModelRecord
+    name: str
+    state: RunState
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class RunOverview:
         self._store = store
         self._stats = stats
         self._clock = clock
+        self._states = RunStates(store, clock)
         self._names = RunNames(store)
         self._usage: OrderedDict[str | None, CachedQuery[Sequence[TenantUsage]]] = OrderedDict()
         self._readers: OrderedDict[str, CurveReader[Progress]] = OrderedDict()
@@ -72,16 +83,17 @@ class RunOverview:
     async def describe(self, models: Sequence[ModelRecord], tenant: str | None) -> list[RunSummary]:
         """Return the summaries of models of the tenant, or of any tenant for None, in order."""
         totals = await self._totals(tenant)
+        states = await self._states.states_of(models, await self._stats.get())
         return [
             RunSummary(
                 model,
                 await self._names.name_of(model),
-                state_of(model),
-                _duration_s(model, time.time()),
+                state,
+                _duration_s(model, state),
                 totals.get((model.tenant, model.key), Totals()),
                 await self._progress(model),
             )
-            for model in models
+            for model, state in zip(models, states, strict=True)
         ]
 
     async def search(self, query: RunQuery, tenant: str | None) -> tuple[list[RunSummary], int]:
@@ -105,11 +117,10 @@ class RunOverview:
         read = 0
         while models := (await self._page(tenant, read)).items:
             read += len(models)
-            for model in models:
-                name = await self._names.name_of(model)
-                if _fits(model, name, query):
-                    total = totals.get((model.tenant, model.key), Totals())
-                    ranked[model.key] = await self._rank(model, name, total, query.sort)
+            for run in await self._named(models, query):
+                if _fits(run, query):
+                    total = totals.get((run.model.tenant, run.model.key), Totals())
+                    ranked[run.model.key] = await self._rank(run, total, query.sort)
         known = [key for key, rank in ranked.items() if rank is not None]
         if query.sort != "created":  # of equal ones, the newest come first
             known.sort(key=lambda key: _sortable(ranked[key]), reverse=query.descending)
@@ -117,21 +128,28 @@ class RunOverview:
             known.reverse()
         return known + [key for key, rank in ranked.items() if rank is None]
 
+    async def _named(self, models: Sequence[ModelRecord], query: RunQuery) -> list[_Named]:
+        states: Sequence[RunState] = ["running"] * len(models)
+        if query.state is not None or query.sort in ("state", "duration"):
+            states = await self._states.states_of(models, await self._stats.get())
+        return [
+            _Named(model, await self._names.name_of(model), state)
+            for model, state in zip(models, states, strict=True)
+        ]
+
     async def _page(self, tenant: str | None, offset: int) -> Page[ModelRecord]:
         """Return some models: a few at once, because their metadata may be large."""
         return await self._store.page_of_records(
             ModelRecord, tenant=tenant, limit=_READ, offset=offset
         )
 
-    async def _rank(
-        self, model: ModelRecord, name: str, total: Totals, sort: RunOrder
-    ) -> float | str | None:
+    async def _rank(self, run: _Named, total: Totals, sort: RunOrder) -> float | str | None:
         """Return the value by which the run is sorted; None if it is not known."""
         if sort in _BY_RECORD:
-            return _BY_RECORD[sort](model, name)
+            return _BY_RECORD[sort](run)
         if sort in _BY_TOTAL:
             return _BY_TOTAL[sort](total)
-        return _BY_PROGRESS[sort](await self._progress(model))
+        return _BY_PROGRESS[sort](await self._progress(run.model))
 
     async def _totals(self, tenant: str | None) -> dict[tuple[str, str], Totals]:
         """Return the usage of each model, by tenant and model."""
@@ -162,34 +180,22 @@ class RunOverview:
         return await reader.go_on(self._store, model, idle_s)
 
 
-def state_of(model: ModelRecord) -> RunState:
-    """Return the state of a run: as its training loop said, else as its session ended."""
-    if model.status in (ModelStatus.FAILED, ModelStatus.LOST):
-        return "failed"
-    outcome = model.user_metadata.get("outcome")
-    for known in OUTCOMES:
-        if outcome == known:
-            return known
-    if model.status is not ModelStatus.ENDED:
-        return "running"
-    return "finished" if model.ended in (None, "success") else "stopped"
-
-
-def _duration_s(model: ModelRecord, now_s: float) -> float:
-    end_s = now_s if state_of(model) == "running" else model.last_request_s
+def _duration_s(model: ModelRecord, state: RunState) -> float:
+    end_s = time.time() if state == "running" else model.last_request_s
     return max(end_s - model.created_s, 0.0)
 
 
-def _fits(model: ModelRecord, name: str, query: RunQuery) -> bool:
+def _fits(run: _Named, query: RunQuery) -> bool:
+    model = run.model
     if query.archived is not None and is_archived(model) is not query.archived:
         return False
-    if query.state is not None and state_of(model) != query.state:
+    if query.state is not None and run.state != query.state:
         return False
     tags = tags_of(model)
     if query.tag is not None and query.tag not in tags:
         return False
     notes = model.user_metadata.get("notes", "")
-    texts = (name, model.key, model.base_model, model.config.kind, model.tenant, notes, *tags)
+    texts = (run.name, model.key, model.base_model, model.config.kind, model.tenant, notes, *tags)
     wanted = query.text.casefold().strip()
     return any(wanted in each.casefold() for each in texts)
 
@@ -198,12 +204,12 @@ def _sortable(rank: float | str | None) -> tuple[str, float]:
     return (rank, 0.0) if isinstance(rank, str) else ("", rank or 0.0)
 
 
-_BY_RECORD: dict[RunOrder, Callable[[ModelRecord, str], float | str]] = {
-    "created": lambda model, _: model.created_s,
-    "last_request": lambda model, _: model.last_request_s,
-    "name": lambda _, name: name.casefold(),
-    "state": lambda model, _: state_of(model),
-    "duration": lambda model, _: _duration_s(model, time.time()),
+_BY_RECORD: dict[RunOrder, Callable[[_Named], float | str]] = {
+    "created": lambda run: run.model.created_s,
+    "last_request": lambda run: run.model.last_request_s,
+    "name": lambda run: run.name.casefold(),
+    "state": lambda run: run.state,
+    "duration": lambda run: _duration_s(run.model, run.state),
 }
 _BY_TOTAL: dict[RunOrder, Callable[[Totals], float]] = {
     "tokens": lambda total: total.trained_tokens,

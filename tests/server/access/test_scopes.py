@@ -37,7 +37,7 @@ TRAINS = {
     *("POST /create_model", "POST /load_weights", "POST /forward_backward", "POST /optim_step"),
     *("POST /save_weights", "POST /save_weights_for_sampler", "POST /save_weights_external"),
     *("POST /checkpoints/import", "POST /external_weights_upload_start"),
-    *("POST /external_weights_upload_finish", "POST /copy_weights"),
+    *("POST /external_weights_upload_finish", "POST /copy_weights", "POST /create_custom_loss"),
     *("PATCH /training_runs/{model_id}", "POST /training_runs/{model_id}/events"),
     "DELETE /training_runs/{model_id}/checkpoints/{kind}/{name}",
     "PUT /training_runs/{model_id}/checkpoints/{kind}/{name}/ttl",

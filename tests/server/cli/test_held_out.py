@@ -9,7 +9,15 @@ import pytest
 from tuneserve_client import chat_datum, next_token_datum, sft_datum
 from tuneserve_client.wire.tokenizer import Tokenizer
 from tuneserve_engine.settings.common import TINY_MODEL
-from tuneserve_server.cli.held_out import TooFewRows, encoded_prompt, prompt_of, split, weight_of
+from tuneserve_server.cli.data.forms import Row
+from tuneserve_server.cli.held_out import (
+    TooFewRows,
+    encoded_prompt,
+    prompt_in,
+    prompt_of,
+    split,
+    weight_of,
+)
 from tuneserve_server.cli.train_rows import Rows, read_rows
 
 TOKENIZER = Tokenizer.from_folder(TINY_MODEL)
@@ -64,6 +72,39 @@ def test_the_prompt_is_all_that_comes_before_the_answer() -> None:
     assert prompt_of(chat_datum(TOKENIZER, said)) == TOKENIZER.apply_chat_template(said[:1])
     assert prompt_of(next_token_datum([5, 6, 7, 8, 9])) == [5, 6]  # half of the four read
     assert len(prompt_of(next_token_datum(list(range(100))))) == 16
+
+
+def test_the_prompt_of_a_conversation_is_shown_as_its_last_message() -> None:
+    said = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Ahoy"},
+        {"role": "user", "content": "What colour is coal?"},
+        {"role": "assistant", "content": "Black!"},
+    ]
+    rows = [Row("row 1", said[:3]), Row("row 2", said)]
+    for datum, text in (
+        (chat_datum(TOKENIZER, said[:3]), "Hello"),
+        (chat_datum(TOKENIZER, said), "What colour is coal?"),
+        (chat_datum(TOKENIZER, said, learn="all"), "Hello"),
+    ):
+        found = prompt_in(datum, rows, TOKENIZER)
+        assert (found.tokens, found.text) == (prompt_of(datum), text)
+
+
+def test_a_prompt_without_a_text_of_its_own_keeps_the_marks_of_the_template() -> None:
+    said = [{"role": "user", "content": ""}, {"role": "assistant", "content": "Ahoy"}]
+    found = prompt_in(chat_datum(TOKENIZER, said), [Row("row 1", said)], TOKENIZER)
+    assert found.text == "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+    other = [{"role": "user", "content": "Hello"}, said[1]]
+    found = prompt_in(chat_datum(TOKENIZER, other), [Row("row 1", said)], TOKENIZER)
+    assert found.text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_prompt_of_a_text_is_shown_as_it_is() -> None:
+    datum = sft_datum(TOKENIZER, "The sky is", " blue.")
+    rows = [Row("row 1", prompt="The sky is", completion=" blue.")]
+    assert prompt_in(datum, rows, TOKENIZER).text == "The sky is"
 
 
 def test_a_text_becomes_a_message_where_the_rows_are_conversations() -> None:

@@ -56,7 +56,7 @@ def test_the_number_of_steps_comes_from_a_readable_configuration(
 
 
 def test_only_known_outcomes_are_allowed() -> None:
-    for outcome in (None, "finished", "stopped", "diverged"):
+    for outcome in (None, "finished", "stopped", "diverged", "failed"):
         names.check_outcome(outcome)
-    with pytest.raises(UserError, match="'won'; it must be finished, stopped or diverged"):
+    with pytest.raises(UserError, match="'won'; it must be finished, stopped, diverged or failed"):
         names.check_outcome("won")

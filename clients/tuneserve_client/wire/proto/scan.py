@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-_MODEL_ID, _SEQ_ID, _DATA, _LOSS = 1, 2, 3, 4
+_MODEL_ID, _SEQ_ID, _DATA, _LOSS, _CONFIG = 1, 2, 3, 4, 7
 _MODEL_INPUT = 1  # of a datum
 _LONG_CHUNK = 16_392  # from here two tags and two sizes before the tokens take 8 bytes, else 4 to 6
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -85,6 +85,28 @@ def read_sizes(body: bytes, most: int) -> tuple[int, list[int]]:
                 size = last - first
                 lengths[-1] += max(size - (4 if size < _LONG_CHUNK else 8), 0) // 4
     return fields, lengths
+
+
+def read_config(body: bytes, most_bytes: int) -> bytes | None:
+    """Return a ``ForwardBackwardRequest`` with the same ``loss_fn_config_v2``, and nothing else.
+
+    Returns None if it has more than ``most_bytes``.
+    """
+    found = bytearray()
+    for field, start, end in _fields(body, 0, len(body)):
+        if field == _CONFIG:
+            size = end - start
+            if len(found) + size > most_bytes:
+                return None
+            found += bytes([_CONFIG << 3 | _BYTES, *_as_varint(size)]) + body[start:end]
+    return bytes(found)
+
+
+def _as_varint(value: int) -> Iterator[int]:
+    while value >= 0x80:
+        yield value & 0x7F | 0x80
+        value >>= 7
+    yield value
 
 
 def _fields(body: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -45,6 +45,8 @@ _CODE = (
     "adapters/kinds/*.py",
     "worker/codecs/*.py",
     "worker/execution/gradients.py",
+    "worker/execution/custom_losses.py",
+    "custom_loss/*.py",
     "worker/execution/bins.py",
     "worker/execution/packing.py",
     "backend/base.py",

@@ -391,9 +391,10 @@ class RedisStore:
         return [each for each in kept if each is not None]
 
     async def stats(self) -> StoreStats:
-        unfinished, logged, points = await self._run("figures")
+        unfinished, logged, points, busy = await self._run("figures")
         pairs = zip(unfinished[::2], unfinished[1::2], strict=True)
-        return StoreStats({name.decode(): jobs for name, jobs in pairs}, logged, points)
+        tenants = {name.decode(): jobs for name, jobs in pairs}
+        return StoreStats(tenants, logged, points, frozenset(each.decode() for each in busy))
 
     # --- records --------------------------------------------------------------------------------
 

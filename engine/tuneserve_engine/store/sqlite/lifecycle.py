@@ -27,7 +27,7 @@ def end_session(tx: Transaction, key: str, reason: str, most: int) -> int:
     session = records.get_record(tx, SessionRecord, key)
     if session is None or session.ended:
         return 0
-    done = _delete_samplers(tx, key, most)
+    done = _delete_owned(tx, key, most)
     if done < most:
         done += recordings.end_session(tx, key, most - done)
     for (body,) in tx.execute(_ALIVE, key, most - done).fetchall():
@@ -51,10 +51,10 @@ _ALIVE = f"{_MODELS} {_STATUS} IN ('creating', 'ready') LIMIT ?"
 _DEAD = f"{_MODELS} {_STATUS} NOT IN ('creating', 'ready', 'ended')"
 
 
-def _delete_samplers(tx: Transaction, session: str, most: int) -> int:
+def _delete_owned(tx: Transaction, session: str, most: int) -> int:
     return tx.execute(
         "DELETE FROM records WHERE n IN "
-        "(SELECT n FROM records WHERE type = 'sampler' AND parent = ? LIMIT ?)",
+        "(SELECT n FROM records WHERE type IN ('sampler', 'custom_loss') AND parent = ? LIMIT ?)",
         *(session, most),
     ).rowcount
 

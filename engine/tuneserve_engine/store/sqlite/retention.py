@@ -34,7 +34,9 @@ def forget_ended(tx: Transaction, before_s: float) -> bool:
             left -= _forget_model(tx, model_id)
             if left <= 0:
                 return True
-        tx.execute("DELETE FROM records WHERE type = 'sampler' AND parent = ?", key)
+        tx.execute(
+            "DELETE FROM records WHERE type IN ('sampler', 'custom_loss') AND parent = ?", key
+        )
         records.delete_record(tx, SessionRecord, key)
         left -= 1
     return left <= 0

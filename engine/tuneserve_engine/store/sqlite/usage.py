@@ -163,4 +163,6 @@ def store_stats(tx: Transaction) -> StoreStats:
         "SELECT (SELECT COUNT(*) FROM jobs WHERE digest IS NOT NULL), (SELECT COUNT(*) FROM points)"
     ).fetchone()
     assert row is not None
-    return StoreStats(dict(tenants), *row)
+    logged, points = row
+    busy = tx.execute("SELECT model_id FROM lanes INDEXED BY lanes_in_use WHERE jobs > 0")
+    return StoreStats(dict(tenants), logged, points, frozenset(each for (each,) in busy.fetchall()))

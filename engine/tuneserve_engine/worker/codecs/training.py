@@ -7,7 +7,7 @@ and protobuf only.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -20,7 +20,9 @@ from tuneserve_engine.backend.base import LOSS_NAMES, FloatArray, IntArray
 from tuneserve_engine.core import provenance
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError, shown
-from tuneserve_engine.worker.codecs import input_names
+from tuneserve_engine.custom_loss.evaluate import LossResult
+from tuneserve_engine.custom_loss.graph import CustomLoss
+from tuneserve_engine.worker.codecs import custom_losses, input_names
 
 MAX_TARGETS = 64
 """The most targets per position that ``cross_entropy`` accepts."""
@@ -37,6 +39,9 @@ MAX_FIELDS = provenance.MAX_FIELDS
 MAX_TARGET_CELLS = 1 << 24
 """The most targets of one request, as padded by the static shapes: few bytes can name many targets,
 and each takes four bytes in every array of targets, in the answer too."""
+
+MAX_NAMED_ELEMENTS = 1 << 25
+"""The most numbers in the inputs of a custom loss, over all datums of a request."""
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     wire.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -86,29 +91,41 @@ _READ: dict[str, list[str]] = {
 }
 """By loss: the inputs of a datum that the loss reads and a client sends."""
 
+_SPECS = {**LOSS_SPECS, custom_losses.LOSS: LossSpec((), (), {})}
 _KNOWN_INPUTS = {name for names in _READ.values() for name in names}
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class DecodedDatum:
-    """One checked training example. ``per_token`` holds [N] inputs of the policy losses."""
+    """One checked training example.
+
+    ``per_token`` holds [N] inputs of the policy losses, ``named`` the inputs of a custom loss, in
+    their own shapes.
+    """
 
     tokens: IntArray  # [N]
     targets: IntArray  # [N, K]
     weights: FloatArray  # [N, K]
     flat: bool  # targets came as [N]; the answer has that shape too
     per_token: dict[str, FloatArray] = field(default_factory=dict)
+    named: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """One decoded ``forward_backward`` request."""
+    """One decoded ``forward_backward`` request.
+
+    ``custom`` is the graph of a custom loss, and ``computed`` what the graph gave: then the weights
+    are those with which ``cross_entropy`` has the gradient of the custom loss.
+    """
 
     loss: str
     config: dict[str, float]
     forward_only: bool
     data: list[DecodedDatum]
+    custom: CustomLoss | None = None
+    computed: LossResult | None = None
 
 
 def decode_request(payload: bytes, info: BaseModelInfo) -> TrainingData:
@@ -122,19 +139,36 @@ def decode_request(payload: bytes, info: BaseModelInfo) -> TrainingData:
         request = wire.ForwardBackwardRequest.FromString(payload)
     except DecodeError as error:
         raise UserError(f"the body is no ForwardBackwardRequest message: {error}") from error
-    loss, config = _loss_and_config(request)
+    custom = None
+    if request.loss_fn == custom_losses.LOSS:
+        custom = custom_losses.loss_of(request)
+        loss, config = custom_losses.LOSS, dict[str, float]()
+        read = ["target_tokens", *(each.name for each in custom.inputs[1:])]
+    else:
+        loss, config = _loss_and_config(request)
+        read = _READ[loss]
     if not 1 <= len(request.data) <= MAX_DATUMS:
         raise UserError(
             f"data has {len(request.data)} datums; a request takes 1 to {MAX_DATUMS}; split it"
         )
     names = {name for datum in request.data for name in datum.loss_fn_inputs}
-    if unread := names.difference(_READ[loss], [provenance.MASK]):
-        input_names.check_unread(unread, request.data, loss, _READ[loss], _KNOWN_INPUTS)
+    if unread := names.difference(read, [provenance.MASK]):
+        input_names.check_unread(unread, request.data, loss, read, _KNOWN_INPUTS)
 
     data: list[DecodedDatum] = []
-    tokens = cells = 0
+    tokens = cells = elements = 0
     for i, message in enumerate(request.data):
         datum = _datum(f"data[{i}]", message, loss, info)
+        if custom is not None:
+            named = custom_losses.named_inputs(f"data[{i}]", message, custom, _tensor)
+            custom_losses.check_targets(f"data[{i}]", datum.flat, custom)
+            elements += sum(each.size for each in named.values())
+            if elements > MAX_NAMED_ELEMENTS:
+                raise UserError(
+                    f"data[:{i + 1}] has {elements} numbers in the inputs of its custom loss; a "
+                    f"request takes up to {MAX_NAMED_ELEMENTS}; split it"
+                )
+            datum = replace(datum, named=named)
         data.append(datum)
         tokens += datum.tokens.size
         if tokens > MAX_TOKENS:
@@ -144,7 +178,7 @@ def decode_request(payload: bytes, info: BaseModelInfo) -> TrainingData:
         cells += len(datum.tokens) * (1 if datum.targets.shape[1] == 1 else MAX_TARGETS)
         if cells > MAX_TARGET_CELLS:
             raise _too_many_cells(f"data[:{i + 1}]", cells)
-    return TrainingData(loss, config, request.forward_only, data)
+    return TrainingData(loss, config, request.forward_only, data, custom)
 
 
 def _too_many_cells(name: str, cells: int) -> UserError:
@@ -159,8 +193,7 @@ def _loss_and_config(request: wire.ForwardBackwardRequest) -> tuple[str, dict[st
     if spec is None:
         raise UserError(
             f"loss_fn {shown(request.loss_fn)} is not offered here; use one of "
-            + ", ".join(LOSS_SPECS)
-            + _UNOFFERED.get(request.loss_fn, "")
+            + ", ".join((*LOSS_SPECS, custom_losses.LOSS))
         )
     given: dict[str, float] = dict(request.loss_fn_config)
     for key, value in request.loss_fn_config_v2.items():
@@ -182,16 +215,10 @@ def _loss_and_config(request: wire.ForwardBackwardRequest) -> tuple[str, dict[st
     return request.loss_fn, {**spec.config, **given}
 
 
-_UNOFFERED = {
-    "custom": " (uploaded losses are not supported; forward_backward_custom computes them on the "
-    "client and works)",
-}
-
-
 def _datum(name: str, datum: wire.Datum, loss: str, info: BaseModelInfo) -> DecodedDatum:
     tokens = _tokens(name, datum.model_input, info)
     inputs = datum.loss_fn_inputs
-    spec = LOSS_SPECS[loss]
+    spec = _SPECS[loss]
     missing = [key for key in ("target_tokens", *spec.inputs) if key not in inputs]
     if missing:
         raise UserError(f"{name}.loss_fn_inputs lacks {', '.join(missing)}, which {loss} needs")
@@ -269,7 +296,7 @@ def _targets(name: str, tensor: wire.Tensor, n: int, loss: str, info: BaseModelI
             f"{name} has shape {list(targets.shape)} for {n} input tokens; "
             f"expected [{n}] or [{n}, K]"
         )
-    if targets.ndim == 2 and loss != "cross_entropy":
+    if targets.ndim == 2 and loss not in ("cross_entropy", custom_losses.LOSS):
         raise UserError(f"{name} has shape {list(targets.shape)}; {loss} takes [{n}]")
     if targets.ndim == 2 and not 1 <= targets.shape[1] <= MAX_TARGETS:
         raise UserError(f"{name} has {targets.shape[1]} targets per position; limit {MAX_TARGETS}")

@@ -34,6 +34,7 @@ from tuneserve_engine.store.files_base import Files
 from tuneserve_engine.telemetry import logs
 from tuneserve_engine.worker.codecs import training as training_wire
 from tuneserve_engine.worker.codecs.training import TrainingData
+from tuneserve_engine.worker.execution.custom_losses import run_requests
 from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.gradients import GradientRequest, GradientRunner, Results
 from tuneserve_engine.worker.execution.outcomes import (
@@ -235,7 +236,7 @@ class JobExecutor:
                 results[job.request_id] = error
         if requests:
             halvings = max(job.halvings for job in batch)  # above 0 only for a job that runs alone
-            results |= self._gradients.run_requests(requests, on_micro_batch_done, halvings)
+            results |= run_requests(self._gradients, requests, on_micro_batch_done, halvings)
         answers = []
         for job in batch:
             result = results[job.request_id]

@@ -46,6 +46,20 @@ Results = dict[str, DeferredOutcome | Exception]
 """By request id: the answer of a job, or the error because of which it accumulated nothing."""
 
 
+class FinishedPass(NamedTuple):
+    """The finished pass of a request, and its number ``member`` in the pass."""
+
+    packed: PackedBatch
+    result: TrainResult
+    member: int
+    halvings: int
+    parameters: int  # of the base model
+
+
+Passes = dict[str, FinishedPass | Exception]
+"""By request id: its finished pass, or the error because of which it accumulated nothing."""
+
+
 class _OutOfRoom(NamedTuple):
     """The error of a request that ran alone, and the micro-batch length that had no room."""
 
@@ -70,9 +84,26 @@ class GradientRunner:
         requests: Sequence[GradientRequest],
         on_micro_batch_done: Callable[[], None],
         halvings: int,
-        full: _OutOfRoom | None = None,
     ) -> Results:
-        """Return every request's result.
+        """Return every request's result; see ``run_passes``."""
+        passes = self.run_passes(requests, on_micro_batch_done, halvings)
+        results: Results = {}
+        for job, request in requests:
+            finished = passes[job.request_id]
+            if not isinstance(finished, Exception):
+                results[job.request_id] = deferred(finished, request.data, job)
+            else:
+                results[job.request_id] = finished
+        return results
+
+    def run_passes(
+        self,
+        requests: Sequence[GradientRequest],
+        on_micro_batch_done: Callable[[], None],
+        halvings: int,
+        full: _OutOfRoom | None = None,
+    ) -> Passes:
+        """Return every request's finished pass.
 
         A pass that fails as a whole has accumulated nothing, so its requests run again; requests of
         other passes must not.
@@ -83,7 +114,7 @@ class GradientRunner:
             passes = pack(to_pack, shapes, halvings, self.pace.tokens, at_once)
         except Exception as error:
             return self._run_alone(requests, on_micro_batch_done, halvings, error)
-        results: Results = {}
+        results: Passes = {}
         for packed in passes:
             members = [requests[i] for i in packed.members]
             if full is not None and packed.length == full.tokens:  # halving shortened nothing
@@ -108,10 +139,10 @@ class GradientRunner:
             self.pace.learn(packed.batch.forward_only, packed.datum_tokens, tokens, seconds)
 
             parameters = self.backend.info.parameters
-            for i, (job, request) in enumerate(members):
+            for i, (job, _) in enumerate(members):
                 if result.finite[i]:
-                    finished = _FinishedPass(packed, result, i, halvings, parameters)
-                    results[job.request_id] = partial(encode_result, finished, request.data, job)
+                    finished = FinishedPass(packed, result, i, halvings, parameters)
+                    results[job.request_id] = finished
                 else:
                     results[job.request_id] = UserError(
                         "the loss or its gradient is not finite; nothing was accumulated; check "
@@ -126,37 +157,32 @@ class GradientRunner:
         halvings: int,
         error: Exception,
         tokens: int = 0,
-    ) -> Results:
+    ) -> Passes:
         """Run each request of a failed pass alone.
 
         A request that was alone runs in shorter micro-batches if the device had no room for it.
         """
         if len(requests) > 1:
             failed_together([each.job for each in requests], error)
-            results: Results = {}
+            results: Passes = {}
             for each in requests:
-                results |= self.run_requests([each], on_micro_batch_done, halvings)
+                results |= self.run_passes([each], on_micro_batch_done, halvings)
             return results
         job = requests[0].job
         if isinstance(error, OutOfMemory) and halvings < MAX_HALVINGS:
             message = "no room for %s, halved %d times: %s"
             logger.warning(message, job.kind, halvings, error, extra=logs.job_fields(job))
             full = _OutOfRoom(error, tokens)
-            return self.run_requests(requests, on_micro_batch_done, halvings + 1, full)
+            return self.run_passes(requests, on_micro_batch_done, halvings + 1, full)
         return {job.request_id: error}
 
 
-class _FinishedPass(NamedTuple):
-    """The finished pass of a request, and its number ``member`` in the pass."""
-
-    packed: PackedBatch
-    result: TrainResult
-    member: int
-    halvings: int
-    parameters: int  # of the base model
+def deferred(finished: FinishedPass, data: TrainingData, job: Job) -> DeferredOutcome:
+    """Return the answer of a request whose pass has finished, to be made later."""
+    return partial(encode_result, finished, data, job)
 
 
-def encode_result(finished: _FinishedPass, data: TrainingData, job: Job) -> Outcome:
+def encode_result(finished: FinishedPass, data: TrainingData, job: Job) -> Outcome:
     """Return the outcome of a request whose pass has finished: its logprobs, loss and metrics."""
     packed, member = finished.packed, finished.member
     logprobs, loss = unpack(packed, finished.result.outputs, member, data)
@@ -166,10 +192,14 @@ def encode_result(finished: _FinishedPass, data: TrainingData, job: Job) -> Outc
         metrics = provenance.metrics(
             zip(logprobs, inputs, strict=True), data.config["clip_high_threshold"]
         )
+    flops = FORWARD_FLOPS + (0 if data.forward_only else BACKWARD_FLOPS)  # per parameter and token
+    weight = float(sum(datum.weights.sum(dtype="f8") for datum in data.data))
+    if data.computed is not None:  # the weights are a gradient, and a forward pass came before
+        loss, metrics, weight = data.computed.loss, data.computed.metrics, 0.0
+        flops += 0 if data.forward_only else FORWARD_FLOPS
     outcome = protobuf(job, training.encode_output(logprobs, loss, metrics))
 
     tokens = sum(len(datum.tokens) for datum in data.data)
-    flops = FORWARD_FLOPS + (0 if data.forward_only else BACKWARD_FLOPS)  # per parameter and token
     usage = Usage(
         trained_tokens=tokens,
         padded_tokens=max(round(packed.computed[member]) - tokens, 0),
@@ -182,7 +212,7 @@ def encode_result(finished: _FinishedPass, data: TrainingData, job: Job) -> Outc
             job.position,
             loss_sum=loss,
             tokens=tokens,
-            weight=float(sum(datum.weights.sum(dtype="f8") for datum in data.data)),
+            weight=weight,
         )
     return replace(
         outcome,

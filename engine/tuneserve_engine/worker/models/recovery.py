@@ -134,7 +134,7 @@ class Recovery:
                     )
                 if refusals.digest(outcome.body) != entry.digest and not model.updates:
                     logger.error(
-                        "%s diverged at request %s",
+                        "%s gives other results from request %s on",
                         model_id,
                         entry.job.position,
                         extra=log_extra(model_id),

@@ -4,7 +4,7 @@ import { isStep } from "./series.js";
 
 const FLAT = 0.01; // a smaller relative change is called flat, as by tuneserve train
 const RECENT = 20; // steps whose rate gives the time that is left
-const STALLED_S = 600; // a run without a step for this long, and for 20 steps' time, is not timed
+const STALLED_S = 60; // a run without a step for this long, and for 20 steps' time, is not timed
 const GONE = new Set(["finished", "stopped", "failed", "diverged"]);
 
 export const isOver = (run) => GONE.has(run.state);
@@ -69,19 +69,31 @@ export function isGood(run, rows, verdict) {
   return { word, tone, number: loss(found.last), note: verdict?.verdict ?? facts.join(" · ") };
 }
 
-// Seconds until the last step, from the rate of the recent steps; null if unknown or stalled.
-export function leftS(rows, steps, nowS) {
+// The newest step, and the seconds of a recent one: null before the second step.
+function rateOf(rows) {
   const recent = rows.filter(isStep).slice(-RECENT);
   const last = recent.at(-1);
-  if (!steps || recent.length < 2 || last.step >= steps) {
-    return steps && last && last.step >= steps ? 0 : null;
+  const stepS = recent.length < 2 ? null : (last.time_s - recent[0].time_s) / (last.step - recent[0].step);
+  return { last, stepS };
+}
+
+// Seconds since the newest step if they are too many for a run at work, else 0.
+function stalledS(rows, nowS) {
+  const { last, stepS } = rateOf(rows);
+  const sinceS = last ? Math.max(nowS - last.time_s, 0) : 0;
+  return sinceS > Math.max(STALLED_S, RECENT * (stepS ?? 0)) ? sinceS : 0;
+}
+
+// Seconds until the last step, from the rate of the recent steps; null if unknown or stalled.
+export function leftS(rows, steps, nowS) {
+  const { last, stepS } = rateOf(rows);
+  if (steps && last && last.step >= steps) {
+    return 0;
   }
-  const stepS = (last.time_s - recent[0].time_s) / (last.step - recent[0].step);
-  const sinceS = Math.max(nowS - last.time_s, 0);
-  if (sinceS > Math.max(STALLED_S, RECENT * stepS)) {
+  if (!steps || stepS === null || stalledS(rows, nowS)) {
     return null;
   }
-  return Math.max((steps - last.step) * stepS - Math.min(sinceS, stepS), 0);
+  return Math.max((steps - last.step) * stepS - Math.min(Math.max(nowS - last.time_s, 0), stepS), 0);
 }
 
 const clock = (unixS, nowS) => {
@@ -103,8 +115,8 @@ export function isDone(run, rows, nowS) {
   const left = leftS(rows, run.steps, nowS);
   const share = run.steps ? Math.min(step / run.steps, 1) : null;
   if (left === null) {
-    const quietS = last ? nowS - last.time_s : 0;
-    const quiet = quietS > STALLED_S ? ` · no step for ${duration(quietS)}` : "";
+    const quietS = stalledS(rows, nowS);
+    const quiet = quietS ? ` · no step for ${duration(quietS)}` : "";
     const why = run.steps ? quiet : ` · the client did not say how many steps it will take${quiet}`;
     return { word: run.state, number: "not known", note: `${of}${took}${why}`, share };
   }

@@ -66,10 +66,10 @@ function draw(query) {
   );
 }
 
-// A run that is over is read once.
+// A run that is over is read once, unless its session is open: then it may go on.
 async function read(id) {
   const known = shown.find(({ run }) => run.training_run_id === id);
-  return known && isOver(known.run) ? known : pageOf(id);
+  return known && isOver(known.run) && known.run.status !== "ready" ? known : pageOf(id);
 }
 
 export async function showCompare(query) {

@@ -21,15 +21,18 @@ export function say(element, text) {
   }
 }
 
-// Makes the children of `parent` match `items`, in order, and reuses the elements of known items.
+// Makes the children of `parent` match `items`, in order, and reuses the elements of known items. A key
+// stands for all that `create` shows and `update` does not set.
 export function keyed(parent, items, keyOf, create, update) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const gone = new Set(parent.children);
   let place = parent.firstElementChild;
   for (const item of items) {
     const key = String(keyOf(item));
     let child = known.get(key);
     if (child) {
       known.delete(key);
+      gone.delete(child);
     } else {
       child = create(item);
       child.dataset.key = key;
@@ -41,8 +44,8 @@ export function keyed(parent, items, keyOf, create, update) {
     }
     update(child, item);
   }
-  for (const gone of known.values()) {
-    gone.remove();
+  for (const child of gone) {
+    child.remove(); // of two with the same key, one is made anew
   }
 }
 

@@ -1,4 +1,5 @@
 // The runs that were used last: their curves, and a table with the latest values of each.
+import { toneOf } from "./all_runs.js";
 import { Chart } from "./chart.js";
 import { addRows, keepOnly, pointsOf, rowsOf } from "./curves.js";
 import { byId, cell, fill, keyed, make, part, say } from "./dom.js";
@@ -27,10 +28,8 @@ function makeCharts() {
   };
 }
 
-function stateOf(run, nowS, unfinished) {
-  if (run.diverged) {
-    return ["diverged", "bad"];
-  }
+// The state of a run in the table, as [text, tone].
+export function stateOf(run, nowS, unfinished) {
   if (run.status === "failed" || run.status === "lost") {
     return [run.status, "bad"];
   }
@@ -39,14 +38,18 @@ function stateOf(run, nowS, unfinished) {
   }
   const last = rowsOf(run.model_id).at(-1);
   const quietS = nowS - Math.max(run.last_request_s, last ? last[1] : 0);
-  if (run.status === "ended") {
-    return [`ended ${ago(quietS)}`, "quiet"];
+  if (run.state !== "running") {
+    return [`${run.state} ${ago(quietS)}`, toneOf(run.state)];
   }
   if (quietS < AT_WORK_S) {
     return ["training", "good"];
   }
   return unfinished ? ["waiting", "warn"] : [`idle, ${ago(quietS)}`, "quiet"];
 }
+
+// A model whose replay gave other bits goes on, or ended, like any other: that is no state of its own.
+export const badgeOf = (run, [text, tone]) =>
+  run.diverged ? [`${text}, restored with other results`, tone === "bad" ? tone : "warn"] : [text, tone];
 
 function makeRow(run, redraw) {
   const swatch = make("line", { x1: "1", y1: "5", x2: "27", y2: "5", "stroke-width": "3", class: "swatch" });
@@ -94,7 +97,7 @@ function updateRow(row, run, look, state) {
   fill(row, "norm", small(last?.[4]));
   const rank = `rank ${run.rank}`;
   fill(row, "adapter", run.adapter === "lora" ? rank : `${run.adapter}, ${rank}`);
-  const [text, tone] = state;
+  const [text, tone] = badgeOf(run, state);
   part(row, "open").setAttribute("aria-label", `Open the page of ${nameOf(run)}`);
   const badge = part(row, "badge").firstElementChild;
   say(badge, text);

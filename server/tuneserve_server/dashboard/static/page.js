@@ -9,7 +9,7 @@ import { forgetLive, showLive } from "./live.js";
 import { forgetModels, installPlayground, listModels, showPlayground } from "./playground.js";
 import * as route from "./route.js";
 import { forgetRun, installRun, refreshRun, showRun } from "./run.js";
-import { begin, forget, install, key, needsKeys, openDialog, setTenant, shownKey } from "./session.js";
+import { begin, forget, install, key, needsKeys, openDialog, serverUrl, setTenant, shownKey } from "./session.js";
 import { Watch } from "./stream.js";
 
 const STATES = {
@@ -125,7 +125,7 @@ const watch = new Watch(show, showState);
 function restart() {
   say(
     byId("how"),
-    `export TINKER_BASE_URL=${location.origin} TINKER_API_KEY=${shownKey()}
+    `export TINKER_BASE_URL=${serverUrl()} TINKER_API_KEY=${shownKey()}
 # one row per line: {"messages": […]} or {"prompt": "…", "completion": "…"}
 tuneserve train my-rows.jsonl`,
   );

@@ -10,6 +10,7 @@ let aborter = null;
 let models = [];
 let listed = "";
 let turns = [];
+let isBusy = false;
 
 const modelOf = (id) => models.find((each) => each.id === id) ?? null;
 const isChat = () => byId("play-kind").value === "chat";
@@ -18,13 +19,23 @@ function showChoice() {
   const chosen = modelOf(byId("play-model").value);
   byId("play-base").disabled = !chosen?.parent;
   byId("play-system-row").hidden = !isChat();
+  byId("play-send").disabled = isBusy || !chosen;
 }
 
-// Selects the model of the address, if it is listed.
+const missing = (id) =>
+  id.startsWith("tinker://")
+    ? `${id} is not one of your checkpoints: it belongs to another tenant, or it is deleted. Select a model.`
+    : `No worker serves ${id}. Select a model.`;
+
+// Selects the model of the address. If it is not listed, none is selected: no other may answer for it.
 export function showPlayground(query) {
-  if (query.model && modelOf(query.model)) {
+  const isMissing = Boolean(query.model && listed && !modelOf(query.model));
+  if (isMissing) {
+    byId("play-model").selectedIndex = -1;
+  } else if (query.model) {
     byId("play-model").value = query.model;
   }
+  say(byId("play-problem"), isMissing ? missing(query.model) : "");
   showChoice();
 }
 
@@ -157,9 +168,10 @@ async function send() {
   }
 }
 
-function busy(isBusy) {
-  byId("play-send").disabled = isBusy;
+function busy(isNow) {
+  isBusy = isNow;
   byId("play-stop").disabled = !isBusy;
+  showChoice();
 }
 
 export function installPlayground() {

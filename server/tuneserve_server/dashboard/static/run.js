@@ -93,7 +93,10 @@ export async function showRun(id, query) {
   shown = null;
   looks = 0;
   byId("run-body").hidden = byId("run-diverged").hidden = true;
-  say(byId("edit-state"), "");
+  byId("answers").replaceChildren();
+  for (const name of ["edit-state", "run-problem", "run-state", "run-of"]) {
+    say(byId(name), "");
+  }
   say(byId("run-title"), "Run");
   await load(id);
 }

@@ -5,6 +5,7 @@ import { copyable } from "./download.js";
 import { bytes, count, moment, short } from "./format.js";
 import { format } from "./route.js";
 import { configOf, shortId } from "./run_data.js";
+import { serverUrl } from "./session.js";
 
 const QUESTIONS = ["Is it good?", "When is it done?", "What did it cost?"];
 const FIRST = ["data", "rows", "held_out_rows", "seed", "learning_rate", "epochs", "batch_size", "steps"];
@@ -92,13 +93,14 @@ function makeCheckpoint(checkpoint) {
     {},
     make("p", { class: "checkpoint-head" }, make("strong", {}, name), ...(isExport ? [] : [open])),
     make("p", { class: "quiet" }, parts.join(" · ")),
-    copyable(`tuneserve checkpoints export ${path} ./${name}`),
+    copyable(`tuneserve checkpoints export ${path} ./${name} --url ${serverUrl()}`),
   );
 }
 
 export function showCheckpoints(checkpoints) {
   byId("run-checkpoints-none").hidden = checkpoints.length > 0;
-  keyed(byId("run-checkpoints"), checkpoints, (each) => each.tinker_path, makeCheckpoint, () => {});
+  const keyOf = (each) => JSON.stringify([each.tinker_path, each.time, each.size_bytes, each.expires_at]);
+  keyed(byId("run-checkpoints"), checkpoints, keyOf, makeCheckpoint, () => {});
 }
 
 // --- samples and events ---------------------------------------------------------------------------
@@ -138,8 +140,9 @@ function textOf({ kind, data }) {
 }
 
 export function showEvents(run, events) {
-  const own = events.map((event, index) => ({ ...event, index }));
-  const all = [{ kind: "created", time: run.created, step: null, data: { text: shortId(run.training_run_id) }, index: -1 }, ...own].reverse();
+  const id = run.training_run_id;
+  const created = { kind: "created", time: run.created, step: null, data: { text: shortId(id) }, event_id: "" };
+  const all = [created, ...events].reverse();
   const create = (event) =>
     make(
       "li",
@@ -147,5 +150,5 @@ export function showEvents(run, events) {
       make("span", { class: "quiet" }, [event.time ? moment(event.time) : "", event.step === null ? "" : `step ${count(event.step ?? 0)}`].filter(Boolean).join(" · ")),
       make("span", {}, `${event.kind}: ${textOf(event)}`),
     );
-  keyed(byId("run-events"), all, (event) => event.index, create, () => {});
+  keyed(byId("run-events"), all, (event) => `${id} ${event.event_id}`, create, () => {});
 }

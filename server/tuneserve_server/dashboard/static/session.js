@@ -22,6 +22,9 @@ export function key() {
 
 export const tenantOfKey = () => tenant;
 
+// The address of the server for clients and commands; a proxy may serve it under a path.
+export const serverUrl = () => new URL("..", location.href).href.replace(/\/$/, "");
+
 export function setTenant(name) {
   tenant = name;
 }

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tuneserve_client.wire.proto import wire_pb2 as wire
-from tuneserve_client.wire.proto.scan import RequestHead, read_head, read_sizes
+from tuneserve_client.wire.proto.scan import RequestHead, read_config, read_head, read_sizes
 
 MESSAGES = st.builds(
     wire.ForwardBackwardRequest,
@@ -125,3 +125,18 @@ def test_measuring_a_body_of_millions_of_fields_stops_early():
     _, lengths = read_sizes(b"\x1a\x80\x80\x80\x07" + b"\x0a\x00" * 8_000_000, 1000)
     assert len(lengths) == 1
     assert time.process_time() - started_s < 1
+
+
+@given(MESSAGES, st.dictionaries(st.sampled_from(["loss_id", "b"]), st.text(max_size=200)))
+def test_the_config_of_a_message_is_read_alone(message, texts):
+    for key, text in texts.items():
+        message.loss_fn_config_v2[key].text = text.encode("utf-8", "ignore").decode()
+    found = read_config(message.SerializeToString(), 4096)
+    expected = wire.ForwardBackwardRequest(loss_fn_config_v2=message.loss_fn_config_v2)
+    assert wire.ForwardBackwardRequest.FromString(found) == expected
+
+
+def test_a_config_of_many_bytes_is_not_read():
+    message = wire.ForwardBackwardRequest()
+    message.loss_fn_config_v2["loss_id"].text = "x" * 200
+    assert read_config(message.SerializeToString(), 200) is None

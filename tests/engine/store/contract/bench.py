@@ -23,6 +23,7 @@ from tuneserve_engine.core.policies import StorePolicy, SweepPolicy
 from tuneserve_engine.core.records import (
     CheckpointKind,
     CheckpointRecord,
+    CustomLossRecord,
     KeyRecord,
     ModelRecord,
     ModelStatus,
@@ -65,6 +66,10 @@ def model(key: str = "s:train:0", **fields: Any) -> ModelRecord:
 
 def sampler(key: str = "s:sample:0", **fields: Any) -> SamplerRecord:
     return SamplerRecord(key, "alice", key.split(":")[0], "tiny", START_S, **fields)
+
+
+def custom_loss(key: str = "s:loss:0", **fields: Any) -> CustomLossRecord:
+    return CustomLossRecord(key, "alice", key.split(":")[0], START_S, **fields)
 
 
 def checkpoint(name: str = "one", **fields: Any) -> CheckpointRecord:

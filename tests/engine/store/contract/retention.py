@@ -6,6 +6,7 @@ from tests.engine.store.contract.bench import (
     Contract,
     checkpoint,
     create,
+    custom_loss,
     job,
     model,
     sampler,
@@ -17,6 +18,7 @@ from tuneserve_engine.core.jobs import JobKind, Outcome, Rejection
 from tuneserve_engine.core.policies import StorePolicy, SweepPolicy
 from tuneserve_engine.core.records import (
     CheckpointRecord,
+    CustomLossRecord,
     ModelRecord,
     ModelStatus,
     Record,
@@ -57,6 +59,7 @@ async def left(bench: Bench) -> set[str]:
     """The keys of all records that belong to sessions."""
     kinds: tuple[type[Record], ...] = (
         *(SessionRecord, ModelRecord, RunEventRecord, SamplerRecord, CheckpointRecord),
+        CustomLossRecord,
     )
     pages = [await bench.store.page_of_records(kind) for kind in kinds]
     return {record.key for page in pages for record in page.items}
@@ -128,18 +131,20 @@ class RetentionContract(Contract):
             await bench.store.put_record(session(key))
             await bench.store.submit(create(f"{key}:train:0"), model(f"{key}:train:0"))
             await bench.store.put_record(sampler(f"{key}:sample:0"))
+            await bench.store.put_record(custom_loss(f"{key}:loss:0"))
             await bench.store.put_record(event(f"{key}:train:0"))
         point = CurvePoint("optim_step", 0, loss_sum=0.5)
         taken = await bench.take()
         await bench.finish(*(Outcome(each.request_id, point=point) for each in taken))
         await bench.store.end_session("s", "success")
+        await bench.store.put_record(custom_loss("s:loss:1"))  # accepted just before the end
         await unload(bench)
-        of_t = {"t", "t:train:0", "t:train:0:event:0", "t:sample:0"}
+        of_t = {"t", "t:train:0", "t:train:0:event:0", "t:sample:0", "t:loss:0"}
         await bench.store.update_record(
             Update("session", "t", {"last_seen_s": START_S + 29 * DAY_S})
         )
         await sweep(bench, 30)
-        assert await left(bench) == {"s", "s:train:0", "s:train:0:event:0"} | of_t
+        assert await left(bench) == {"s", "s:train:0", "s:train:0:event:0", "s:loss:1"} | of_t
         assert len(await bench.store.curve("s:train:0")) == 1
         await sweep(bench, 30.1)
         assert await left(bench) == of_t

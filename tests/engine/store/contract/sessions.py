@@ -10,6 +10,7 @@ from tests.engine.store.contract.bench import (
     Contract,
     checkpoint,
     create,
+    custom_loss,
     job,
     keys,
     model,
@@ -23,6 +24,7 @@ from tuneserve_engine.core.jobs import JobKind, Outcome, Rejection
 from tuneserve_engine.core.policies import SweepPolicy
 from tuneserve_engine.core.records import (
     CheckpointRecord,
+    CustomLossRecord,
     ModelRecord,
     ModelStatus,
     SamplerRecord,
@@ -241,12 +243,14 @@ class SessionsContract(Contract):
             each.ended for each in (await bench.store.page_of_records(SessionRecord)).items
         } == {"expired"}
         assert (await bench.store.page_of_records(SamplerRecord)).total == 0
+        assert (await bench.store.page_of_records(CustomLossRecord)).total == 0
 
     @scenario
     async def test_a_large_session_ends_in_steps(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         for n in range(7):
             await bench.store.put_record(sampler(f"s:sample:{n}"))
+            await bench.store.put_record(custom_loss(f"s:loss:{n}"))
             key = f"s:train:{n}"
             await bench.store.submit(create(key), model(key, status=ModelStatus.CREATING))
         await bench.store.put_record(model("s:train:3", status=ModelStatus.LOST))

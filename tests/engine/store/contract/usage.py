@@ -293,3 +293,15 @@ class UsageContract(Contract):
         metrics = await bench.store.stats()
         assert metrics.unfinished == {"alice": 4, "bob": 1}
         assert (metrics.logged, metrics.points) == (0, 0)
+        assert metrics.busy == {"s:train:0"}
+
+    @scenario
+    async def test_a_model_is_busy_until_its_last_request_has_ended(self, bench: Bench) -> None:
+        await bench.submit(1, 2)
+        await bench.submit(1, model_id="s:train:1")
+        other = bench.ids[1]
+        await bench.submit(1)
+        await bench.finish(Outcome(bench.ids[1], usage=TRAINED), Outcome(other, usage=TRAINED))
+        assert (await bench.store.stats()).busy == {"s:train:0"}
+        await bench.finish(Outcome(bench.ids[2], usage=TRAINED))
+        assert (await bench.store.stats()).busy == set()

@@ -436,7 +436,7 @@ MALFORMED: dict[str, tuple[Callable[[Any], None], list[str]]] = {
     ),
     "unknown loss": (with_loss("mse"), ["loss_fn 'mse'", "cross_entropy", "gspo"]),
     "long loss name": (with_loss("x" * 10**6), ["loss_fn 'xxx", "cross_entropy"]),
-    "custom": (with_loss("custom"), ["custom", "forward_backward_custom"]),
+    "custom without a graph": (with_loss("custom"), ["custom", "no loss_id"]),
     "text config": (with_text_config, ["loss_fn_config['beta']", "'much'", "number"]),
 }
 

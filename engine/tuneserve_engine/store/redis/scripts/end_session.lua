@@ -18,11 +18,16 @@ for _, model in ipairs(records.under('model', parent)) do
   end
 end
 
-local samplers = records.under('sampler', parent, most)
-for _, sampler in ipairs(samplers) do
-  records.delete('sampler', sampler)
+local deleted = 0
+for _, type in ipairs({ 'sampler', 'custom_loss' }) do
+  if deleted < most then
+    for _, owned in ipairs(records.under(type, parent, most - deleted)) do
+      records.delete(type, owned)
+      deleted = deleted + 1
+    end
+  end
 end
-if #samplers + recordings.end_session(key, most) >= most then
+if deleted + recordings.end_session(key, most) >= most then
   return { 'more' }
 end
 records.put('session', key, { 'ended', reason })

@@ -1,11 +1,17 @@
 -- flags: no-writes
--- Returns the store's fill level: {{tenant, unfinished jobs, ...}, jobs kept for replay, points}.
-local unfinished, logged, points = {}, 0, 0
+-- Returns the store's fill level: {{tenant, unfinished jobs, ...}, jobs kept for replay, points,
+-- models with unfinished jobs}.
+local unfinished, logged, points, busy = {}, 0, 0, {}
 for _, tenant in ipairs(call('SMEMBERS', P .. 'tenants')) do
   local jobs = number(call('HGET', tenant_key(tenant), 'jobs'))
   if jobs > 0 then
     unfinished[#unfinished + 1] = tenant
     unfinished[#unfinished + 1] = jobs
+    for _, model in ipairs(call('SMEMBERS', P .. 'active:' .. tenant)) do
+      if number(call('HGET', lane_key(model), 'jobs')) > 0 then
+        busy[#busy + 1] = model
+      end
+    end
   end
 end
 for _, model in ipairs(call('SMEMBERS', P .. 'logged')) do
@@ -14,4 +20,4 @@ end
 for _, model in ipairs(call('SMEMBERS', P .. 'pointed')) do
   points = points + call('LLEN', points_key(model))
 end
-return { unfinished, logged, points }
+return { unfinished, logged, points, busy }

@@ -15,8 +15,10 @@ for _, key in ipairs(due) do
       forgotten = forgotten + 1
     end
   end
-  for _, sampler in ipairs(records.under('sampler', parent)) do
-    records.delete('sampler', sampler)
+  for _, type in ipairs({ 'sampler', 'custom_loss' }) do
+    for _, owned in ipairs(records.under(type, parent)) do
+      records.delete(type, owned)
+    end
   end
   records.delete('session', key)
   forgotten = forgotten + 1
