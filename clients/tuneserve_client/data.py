@@ -141,17 +141,21 @@ def chat_datum(
 ) -> Datum:
     """Return a datum that learns the assistant's last message, or all of its messages.
 
-    The rest of the conversation is only read. The base model's chat template, which gets
-    ``options``, renders the conversation. Some templates render a message differently once others
-    follow, for example because they leave out past reasoning. This function then raises
-    ``ValueError``: learn only the last message of each conversation instead.
+    The rest of the conversation is only read, and so is a message of the assistant that opens it:
+    there is nothing that it answers. The base model's chat template, which gets ``options``,
+    renders the conversation. Some templates render a message differently once others follow, for
+    example because they leave out past reasoning. This function then raises ``ValueError``: learn
+    only the last message of each conversation instead.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or (learn == "last" and turns[-1] != len(messages) - 1):
         raise ValueError("the last message is not the assistant's: there is nothing to learn")
+    learnt = [turn for turn in (turns if learn == "all" else turns[-1:]) if turn > 0]
+    if not learnt:
+        raise ValueError("no message comes before the assistant's: there is nothing to answer")
     text = tokenizer.render(messages, add_generation_prompt=False, **options)
     spans = []
-    for turn in turns if learn == "all" else turns[-1:]:
+    for turn in learnt:
         before = tokenizer.render(messages[:turn], **options)
         upto = tokenizer.render(messages[: turn + 1], add_generation_prompt=False, **options)
         if not (upto.startswith(before) and text.startswith(upto)):

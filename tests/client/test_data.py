@@ -77,6 +77,17 @@ def test_every_answer_of_a_conversation_can_be_learnt() -> None:
     assert learnt(own, chat_datum(own, TURNS)) == "Second.<|im_end|>"
 
 
+def test_a_message_of_the_assistant_that_opens_a_conversation_is_only_read() -> None:
+    own = with_template("{% if messages[0].role == 'system' %}{% endif %}" + ASKS)
+    opened = [{"role": "assistant", "content": "Ahoy!"}, *TURNS]
+    datum = chat_datum(own, opened, learn="all")
+    assert learnt(own, datum) == "First.<|im_end|>Second.<|im_end|>"
+    text = own.decode([*datum.tokens.tolist(), datum.targets.tolist()[-1]], skip_special=False)
+    assert text == own.render(opened, add_generation_prompt=False)
+    with pytest.raises(ValueError, match="no message comes before the assistant's"):
+        chat_datum(own, opened[:1])
+
+
 def test_a_template_that_rewrites_earlier_answers_is_refused() -> None:
     own = with_template(
         "{% for m in messages %}[{{ m.role }}]{% if loop.last %}!{% endif %}{{ m.content }}\n"

@@ -129,3 +129,17 @@ def test_a_broken_file_is_named_with_the_line_the_keys_and_a_way_out(dry_run, na
     assert said.startswith(f"tuneserve: {path}") and place in said
     for words in BROKEN[name]:
         assert words in said
+
+
+def test_each_bad_row_is_named_on_a_line_of_its_own(dry_run, tmp_path):
+    said = [("user", "Hello"), ("a\nb", ""), ("assistant", "Ahoy!")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row)}\n" * 12)
+    ran = dry_run(path)
+    assert ran.exit_code == 1
+    *lines, last = ran.stderr.splitlines()
+    assert [line.removeprefix("tuneserve: ").partition(": ")[0] for line in lines] == [
+        f"{path} line {number}" for number in range(1, 11)
+    ]
+    assert last.startswith("12 rows are bad and nothing was trained")

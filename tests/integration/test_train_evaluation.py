@@ -10,8 +10,11 @@ import threading
 import time
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import peft
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import transformers
@@ -215,6 +218,45 @@ def test_a_resumed_run_holds_out_the_same_rows_and_evaluates_the_same(
         assert ended_later[name] == ended[name]
 
 
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_splits_of_a_dataset_are_trained_on_and_held_out(rows, others, tmp_path, monkeypatch):
+    """The losses are those of the same rows in two files, also of a run that was resumed."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    for name, path in (("train_sft", rows), ("test_sft", others)):
+        table = pyarrow.Table.from_pylist([*map(json.loads, path.read_text().splitlines())])
+        pyarrow.parquet.write_table(table, str(tmp_path / "set" / f"{name}.parquet"))
+    (tmp_path / "set" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n"
+        "  - {split: train_sft, path: train_sft.parquet}\n"
+        "  - {split: test_sft, path: test_sft.parquet}\n"
+        "- config_name: other\n  data_files: train_sft.parquet\n---\n"
+    )
+    options = [*QUICK, "--learning-rate", "0.01", "--epochs", "2", "--eval-every", "2"]
+    steps, told, _ = trained(rows, *options, "--eval-file", others)
+    part = ["--config", "main", "--split", "train_sft"]
+    refused = called("train", "set", *part, "--eval-split", "train_sft", status=2).stderr
+    assert "--eval-split train_sft is the split to train on" in refused
+    show = Lines.show
+
+    def interrupted(self, step):
+        show(self, step)
+        if step.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lines, "show", interrupted)
+        patched.setattr(training_loop, "_AHEAD", 0)
+        command = ["train", "set", *part, *options, "--eval-split", "test_sft", "--json"]
+        stopped = called(*command, status=130)
+    (command,) = re.findall(r"continue with: tuneserve train (.*)", stopped.stderr)
+    assert "--config main --split train_sft" in command
+    before, told_before, _ = parts(stopped.stdout)
+    later, told_later, _ = trained(*shlex.split(command))
+    assert [each["loss"] for each in before + later] == [each["loss"] for each in steps]
+    assert told_before + told_later == told
+
+
 def test_samples_are_the_greedy_continuations_of_the_weights_of_that_step(rows, others, client):
     options = [rows, *QUICK, "--learning-rate", "0.01", "--epochs", "3", "--eval-file", others]
     _, told, ended = trained(*options, "--sample-tokens", "6")
@@ -324,6 +366,12 @@ def test_a_run_without_room_for_checkpoints_goes_on_and_says_so(rows, server, mo
     assert result.stderr.count("cannot sample: you have 1 checkpoints") == 3
 
 
+def test_a_run_with_json_output_names_columns_that_are_not_used(tmp_path):
+    rows = write(tmp_path, "rows.jsonl", [{**answered("snow", "white"), "id": 7, "system": "Arr"}])
+    said = called("train", rows, *QUICK, "--json").stderr
+    assert said == "columns not used: id, system\n"
+
+
 def test_without_evaluation_the_verdict_is_on_the_training_loss(rows):
     steps, _, ended = trained(rows, *QUICK, "--learning-rate", "0.01", "--epochs", "4")
     losses = [each["loss"] for each in steps]  # two steps an epoch
@@ -341,6 +389,11 @@ def test_without_evaluation_the_verdict_is_on_the_training_loss(rows):
         (["--eval-split", "0.1", "--eval-file", "rows.jsonl"], 2, "leave one out"),
         (["--eval-file", "nope.jsonl"], 2, "--eval-file: nope.jsonl does not exist"),
         (["--eval-file", "bad.jsonl"], 1, 'bad.jsonl line 1: there is no "completion"'),
+        (["--eval-split", " "], 2, "--eval-split is empty"),
+        (["--eval-split", "test"], 2, "is a file, which has no splits and no configurations"),
+        (["--eval-split", "train"], 2, "--eval-split train is the split to train on"),
+        (["--eval-split", "0.1", "--eval-config", "main"], 2, "--eval-config needs --eval-file"),
+        (["--split", "train"], 2, "is a file, which has no splits"),
         (["--patience", "3"], 2, "--patience needs held-out rows: give --eval-split 0.05 or"),
         (["--sample-prompt", "Hi"], 2, "--sample-prompt needs held-out rows"),
     ],

@@ -129,7 +129,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[round((each - low) / step)] for each in means)
 
 
-def end(text: str, status: int) -> NoReturn:
-    """End the command with a one-line reason."""
-    print(f"tuneserve: {' '.join(text.split())}", file=sys.stderr)
+def end(text: str, status: int, *, keep_lines: bool = False) -> NoReturn:
+    """End the command with a reason of one line, or of those that the text has."""
+    lines = text.splitlines() if keep_lines else [text]
+    print("tuneserve:", "\n".join(" ".join(line.split()) for line in lines), file=sys.stderr)
     raise typer.Exit(status)

@@ -25,6 +25,14 @@ def train(  # noqa: PLR0913 - options
             metavar="DATA", help="JSONL, JSON, CSV or Parquet file; dataset directory or hub id."
         ),
     ],
+    config: Annotated[
+        str | None,
+        typer.Option(help="Configuration of the dataset DATA.", metavar="NAME"),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(help="Split of the dataset DATA. Default: train.", metavar="NAME"),
+    ] = None,
     base_model: Annotated[
         str | None,
         typer.Option(help="Base model. Default: the only one of the server.", metavar="NAME"),
@@ -76,16 +84,29 @@ def train(  # noqa: PLR0913 - options
         ),
     ] = None,
     eval_split: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            help="Share of the rows to hold out, such as 0.05. They are never trained on, so their "
-            "loss shows whether the model improves on other text.",
-            metavar="SHARE",
+            help="Share of the rows to hold out, such as 0.05, or a split of the dataset, such as "
+            "test. These rows are never trained on, so their loss shows whether the model improves "
+            "on other text.",
+            metavar="SHARE|NAME",
         ),
     ] = None,
     eval_file: Annotated[
         str | None,
-        typer.Option(help="Held-out rows from elsewhere, in the forms of DATA.", metavar="DATA"),
+        typer.Option(
+            help="Held-out rows from elsewhere, in the forms of DATA. For a dataset, --eval-split "
+            "names the split.",
+            metavar="DATA",
+        ),
+    ] = None,
+    eval_config: Annotated[
+        str | None,
+        typer.Option(
+            help="Configuration of the dataset of held-out rows. Default: --config, for a split of "
+            "DATA.",
+            metavar="NAME",
+        ),
     ] = None,
     eval_every: Annotated[
         int | None,
@@ -166,7 +187,7 @@ def train(  # noqa: PLR0913 - options
     if export and not dry_run:
         check_export(export, force=force)
     check_trackers(report_to or ())
-    _check_eval(eval_split, eval_file)
+    held_out = _placed(_held_out(eval_split, eval_file, eval_config), data, config, split)
     if learning_rate is not None and not (learning_rate >= 0 and isfinite(learning_rate)):
         end(f"--learning-rate is {learning_rate:g}; it must be 0 or more, and finite", REFUSED)
     try:
@@ -179,8 +200,7 @@ def train(  # noqa: PLR0913 - options
         "batch_size": batch_size,
         "learning_rate": learning_rate,
         "max_tokens": max_tokens,
-        "eval_split": eval_split,
-        "eval_file": _lasting(eval_file),
+        **held_out,
         "eval_every": eval_every,
         "patience": patience,
         "sample_prompts": tuple(sample_prompt) if sample_prompt else None,
@@ -208,6 +228,8 @@ def train(  # noqa: PLR0913 - options
             url=url,
             api_key=api_key,
             as_json=as_json,
+            config=config,
+            split=split,
         )
     )
 
@@ -221,17 +243,55 @@ def _check_save(name: str) -> None:
         end(str(error), REFUSED)
 
 
-def _check_eval(share: float | None, file: str | None) -> None:
-    """End the command now if the held-out rows cannot be what was asked for."""
+def _held_out(split: str | None, file: str | None, config: str | None) -> dict[str, Any]:
+    """Return the fields of the recipe for the held-out rows that were asked for.
+
+    Ends the command now if there can be none such.
+    """
+    if split is not None and not split.strip():
+        end("--eval-split is empty; give a share, such as 0.05, or the name of a split", REFUSED)
+    share = _number(split)
     if share is not None and file is not None:
         end("--eval-split and --eval-file both name held-out rows; leave one out", REFUSED)
     if share is not None and not 0 < share < 1:
         end(f"--eval-split is {share:g}; it must be above 0 and below 1, such as 0.05", REFUSED)
+    name = split if share is None else None
+    if config and not (file or name):
+        end("--eval-config needs --eval-file, or the name of a split as --eval-split", REFUSED)
     if file is not None:
         try:
             check_exists(file)
         except NoSource as error:
             end(f"--eval-file: {error}", REFUSED)
+    return {
+        "eval_split": share,
+        "eval_file": file,
+        "eval_file_config": config,
+        "eval_file_split": name,
+    }
+
+
+def _placed(
+    held_out: dict[str, Any], data: str, config: str | None, split: str | None
+) -> dict[str, Any]:
+    """Return the fields with the file of the held-out rows; a split without one is DATA's.
+
+    Ends the command if the split is the one to train on.
+    """
+    file, name = held_out["eval_file"], held_out["eval_file_split"]
+    if name and file is None:
+        file = data
+        held_out = {**held_out, "eval_file_config": held_out["eval_file_config"] or config}
+        if (held_out["eval_file_config"], name) == (config, split or "train"):
+            end(f"--eval-split {name} is the split to train on; name another one", REFUSED)
+    return {**held_out, "eval_file": _lasting(file)}
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
 
 
 def _lasting(data: str | None) -> str | None:

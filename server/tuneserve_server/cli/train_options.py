@@ -53,6 +53,16 @@ class TrainOptions:
     url: str
     api_key: str | None
     as_json: bool
+    config: str | None = None
+    """The configuration of a dataset; None if it has only one."""
+    split: str | None = None
+    """The split of a dataset to train on; None for ``train``."""
+
+    @property
+    def part(self) -> list[str]:
+        """The options with which another command reads the same part of a dataset."""
+        given = {"--config": self.config, "--split": self.split}
+        return [each for name, value in given.items() if value for each in (name, value)]
 
     @property
     def server(self) -> list[str]:

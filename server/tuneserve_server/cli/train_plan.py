@@ -150,9 +150,16 @@ def _read_held_out(recipe: Recipe, asked: TrainOptions) -> Rows | None:
         return None
     try:
         check_exists(recipe.eval_file)
-        return read_rows(recipe.eval_file, asked.renamed, skip_bad=asked.skip_bad)
+        return read_rows(
+            recipe.eval_file,
+            asked.renamed,
+            config=recipe.eval_file_config,
+            split=recipe.eval_file_split,
+            skip_bad=asked.skip_bad,
+        )
     except NoSource as error:
-        end(f"--eval-file: {error}", REFUSED)
+        split = recipe.eval_file_split
+        end(f"{f'--eval-split {split}' if split else '--eval-file'}: {error}", REFUSED)
     except OSError as error:
         end(f"--eval-file: cannot read {recipe.eval_file}: {error.strerror}", FAILED)
 

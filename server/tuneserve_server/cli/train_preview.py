@@ -13,6 +13,7 @@ from tuneserve_server.cli.output import print_json_line
 from tuneserve_server.cli.time_estimate import TimeEstimate
 from tuneserve_server.cli.train_rows import Rows
 
+_SHOWN_COLUMNS = 10
 _SHOWN_TOKENS = 400
 
 
@@ -26,12 +27,16 @@ class Preview:
     held_out: int
     """The number of held-out rows, beside those to train on."""
     skipped: int
+    cut: int
+    """The number of rows that are longer than the limit, and lose their end."""
     tokens: int
     longest: int
     trained_share: float
     steps: int
     duplicates: int
     empty_answers: int
+    unused_columns: list[str]
+    """The columns that are not trained on, nor part of a prompt."""
     time: TimeEstimate | None
     example: list[tuple[str, bool]]
     """Parts of the first row, each with whether it is trained on."""
@@ -55,12 +60,14 @@ class Preview:
             rows=len(rows),
             held_out=held_out,
             skipped=len(data.bad),
+            cut=data.cut,
             tokens=tokens,
             longest=max(map(len, datums)),
             trained_share=round(trained / tokens, 4),
             steps=steps,
             duplicates=len(rows) - len(copies),
             empty_answers=sum(row.is_answer_empty for row in rows),
+            unused_columns=data.unused,
             time=time,
             example=_parts(datums[0], decoder),
         )
@@ -79,15 +86,25 @@ class Preview:
         text.append(f"estimated time: {time}\n")
         for count, name in (
             (self.skipped, "bad rows skipped"),
+            (self.cut, "rows cut by --max-tokens"),
             (self.duplicates, "duplicate rows"),
             (self.empty_answers, "rows with an empty answer"),
         ):
             if count:
                 text.append(f"{name}: {count:,}\n", style="yellow")
+        if unused := self.unused_columns:
+            text.append(f"columns not used: {shortened(unused)}\n", style="yellow")
         for part, is_trained in self.example:
             plain = part if console.is_terminal or not is_trained else f"«{part}»"
             text.append(plain, style="green" if is_trained else "dim")
         console.print(text, soft_wrap=True)
+
+
+def shortened(columns: Sequence[str]) -> str:
+    """Return the names of the first columns, and the number of the others."""
+    more = len(columns) - _SHOWN_COLUMNS
+    rest = f" and {more:,} more" if more > 0 else ""
+    return ", ".join(columns[:_SHOWN_COLUMNS]) + rest
 
 
 def _parts(datum: Datum, decoder: TokenDecoder) -> list[tuple[str, bool]]:

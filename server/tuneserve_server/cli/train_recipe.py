@@ -28,6 +28,8 @@ _OPTIONAL: Mapping[str, Callable[[str], Any]] = {
     "max_tokens": int,
     "eval_split": float,
     "eval_file": str,
+    "eval_file_config": str,
+    "eval_file_split": str,
     "eval_data": str,
     "eval_every": int,
     "patience": int,
@@ -56,6 +58,10 @@ class Recipe:
     """The share of the rows that is held out; None holds none of them out."""
     eval_file: str | None = None
     """The source of held-out rows, in place of a share of the data."""
+    eval_file_config: str | None = None
+    """The configuration of the dataset ``eval_file``; None if it has only one."""
+    eval_file_split: str | None = None
+    """The split of the dataset ``eval_file``; None for ``train``."""
     eval_data: str | None = None
     """The digest of ``eval_file``."""
     eval_every: int | None = None
@@ -138,10 +144,11 @@ class Recipe:
         The two sources of held-out rows replace each other.
         """
         new = {name: v for name, v in given.items() if v is not None}
+        part = {"eval_file_config": None, "eval_file_split": None}
         if "eval_split" in new:
-            new |= {"eval_file": None, "eval_data": None}
+            new |= {"eval_file": None, "eval_data": None, **part}
         elif "eval_file" in new:
-            new["eval_split"] = None
+            new = {"eval_split": None, **part, **new}
         return replace(self, **new)
 
     def has_order_of(self, other: "Recipe") -> bool:

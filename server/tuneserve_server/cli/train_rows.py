@@ -27,7 +27,7 @@ _SHOWN_BAD = 10
 
 
 class BadRows(Exception):
-    """Rows that cannot be trained on: the first ones, the reasons, and their number."""
+    """Rows that cannot be trained on: the first ones, with a reason per line, and their number."""
 
 
 @dataclass
@@ -39,22 +39,35 @@ class Rows:
     skip_bad: bool = False
     bad: list[str] = field(default_factory=list)
     """The places and reasons of bad rows so far."""
+    cut: int = 0
+    """The number of rows that were cut to fit."""
+
+    @property
+    def unused(self) -> list[str]:
+        """The columns that the forms of the rows do not read, in the order of the data."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.unused))
 
 
 def read_rows(
-    data: str, renamed: Mapping[str, str] | None = None, *, skip_bad: bool = False
+    data: str,
+    renamed: Mapping[str, str] | None = None,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    skip_bad: bool = False,
 ) -> Rows:
     """Return all rows of the data. Raises ``BadRows``, ``NoSource`` and ``OSError``.
 
-    ``renamed`` has the column of the data for each name that a form expects.
+    ``renamed`` has the column of the data for each name that a form expects. ``config`` and
+    ``split`` name a configuration and a split of a dataset.
     """
-    source = open_source(data)
+    source = open_source(data, config, split)
     if not source.rows:
         raise BadRows(f"{data} has no rows; each row must be {SHAPES}")
     digest = source.digest
     if renamed:
         digest = hashlib.sha256(f"{digest}{sorted(renamed.items())}".encode()).hexdigest()[:16]
-    rows = Rows(data, digest, [], skip_bad)
+    rows = Rows(f"{data} split {split}" if split else data, digest, [], skip_bad)
     rows.rows = _each(
         rows,
         source.rows,
@@ -73,11 +86,12 @@ def encode(rows: Rows, tokenizer: Encoder, *, limit: int, cut: bool) -> list[Dat
 
     roles = known_roles(tokenizer) if any(row.messages for row in rows.rows) else []
 
-    def datums(row: Row) -> tuple[Row, list[Datum]]:
+    def datums(row: Row) -> tuple[Row, list[Datum], bool]:
         try:
             if roles:
                 check_roles(row, roles)
-            found = [_within(each, limit, cut=cut) for each in _datums(row, tokenizer)]
+            whole = _datums(row, tokenizer)
+            found = [_within(each, limit, cut=cut) for each in whole]
             if not any(each.inputs["weights"].any() for each in found):
                 raise ValueError(
                     "there is nothing to learn: the answer is empty or beyond the limit; add an "
@@ -85,11 +99,12 @@ def encode(rows: Rows, tokenizer: Encoder, *, limit: int, cut: bool) -> list[Dat
                 )
         except ValueError as error:
             raise with_keys(error, row.keys) from None
-        return row, found
+        return row, found, any(len(each) > limit for each in whole)
 
     encoded = _each(rows, rows.rows, lambda row: row.place, datums)
-    rows.rows = [row for row, _ in encoded]
-    return [datum for _, found in encoded for datum in found if datum.inputs["weights"].any()]
+    rows.rows = [row for row, _, _ in encoded]
+    rows.cut = sum(is_cut for _, _, is_cut in encoded)
+    return [datum for _, found, _ in encoded for datum in found if datum.inputs["weights"].any()]
 
 
 def _each(
@@ -104,7 +119,8 @@ def _each(
         try:
             found.append(read(item))
         except ValueError as error:
-            bad.append(f"{rows.name} {place(item)}: {error}")
+            reason = " ".join(str(error).split())
+            bad.append(f"{rows.name} {place(item)}: {reason}")
     rows.bad += bad
     if not bad or (rows.skip_bad and found):
         return found
@@ -134,7 +150,7 @@ def _datums(row: Row, tokenizer: Encoder) -> list[Datum]:
     return [
         chat_datum(tokenizer, row.messages[:turn], **options)
         for turn in turns
-        if turn > row.learn_from
+        if turn > max(row.learn_from, 1)  # one that opens the conversation answers nothing
     ]
 
 

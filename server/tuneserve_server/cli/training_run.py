@@ -26,7 +26,7 @@ from tuneserve_server.cli.run_events import record_event, record_outcome
 from tuneserve_server.cli.time_estimate import TimeEstimate
 from tuneserve_server.cli.train_options import SAVED_AS, TrainOptions
 from tuneserve_server.cli.train_plan import TrainPlan, plan_of
-from tuneserve_server.cli.train_preview import Preview
+from tuneserve_server.cli.train_preview import Preview, shortened
 from tuneserve_server.cli.train_rows import BadRows, Rows, read_rows
 from tuneserve_server.cli.train_view import view_of
 from tuneserve_server.cli.training_loop import TrainingLoop
@@ -38,13 +38,19 @@ _SAVE_AGAIN_S = 15.0
 def fine_tune(asked: TrainOptions) -> None:
     """Train as asked. Any failure ends the command with its reason."""
     try:
-        rows = read_rows(asked.data, asked.renamed, skip_bad=asked.skip_bad)
+        rows = read_rows(
+            asked.data,
+            asked.renamed,
+            config=asked.config,
+            split=asked.split,
+            skip_bad=asked.skip_bad,
+        )
         with connected(asked.url, asked.api_key, deadline_s=PATIENT_S, name=asked.name) as client:
             _train(client, rows, asked)
     except NoSource as error:
         end(str(error), REFUSED)
     except BadRows as error:
-        end(str(error), FAILED)
+        end(str(error), FAILED, keep_lines=True)
     except OSError as error:
         end(f"cannot read {asked.data}: {error.strerror}", FAILED)
 
@@ -63,8 +69,11 @@ def _train(client: Client, rows: Rows, asked: TrainOptions) -> None:
             time=TimeEstimate.of(client, plan.base_model, plan.tokens_left),
         )
         shown.show(Console(), as_json=asked.as_json)
-    elif rows.bad:
-        typer.echo(f"bad rows skipped: {len(rows.bad)}", err=True)
+    else:
+        if rows.bad:
+            typer.echo(f"bad rows skipped: {len(rows.bad)}", err=True)
+        if rows.unused:
+            typer.echo(f"columns not used: {shortened(rows.unused)}", err=True)
     if asked.dry_run:
         return
     model = _model(client, plan, asked)
@@ -100,6 +109,8 @@ def _config(plan: TrainPlan, asked: TrainOptions) -> dict[str, Any]:
         **asdict(plan.recipe),
         **asked.adapter,
         "data": asked.data,
+        "data_config": asked.config,
+        "data_split": asked.split,
         "data_digest": plan.recipe.data,
         "rows": len(plan.rows.rows),
         "held_out_rows": plan.held_out_count,
@@ -140,6 +151,7 @@ def _carry_out(client: Client, run: TrainingLoop, asked: TrainOptions, reports: 
     more += ["--name", asked.name] if asked.is_named else []
     more += ["--export", str(asked.export)] if asked.export else []
     more += ["--force"] if asked.export and asked.force else []
+    more += asked.part
     more += ["--map", asked.columns] if asked.columns else []
     more += ["--skip-bad"] if asked.skip_bad else []
     for tracker in asked.report_to:

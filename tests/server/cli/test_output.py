@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from tuneserve_server.cli.output import duration, size, sparkline, this_command
+from tuneserve_server.cli.output import duration, end, size, sparkline, this_command
 
 
 @pytest.mark.parametrize("name", ["tuneserve", "pytest"])
@@ -47,3 +48,16 @@ def test_sizes_are_shown_in_units_of_1024() -> None:
 )
 def test_a_duration_has_its_two_largest_units(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("keep_lines", "said"),
+    [(False, "tuneserve: one two three\n"), (True, "tuneserve: one two\nthree\n")],
+)
+def test_a_command_ends_with_one_line_unless_the_reason_needs_more(
+    capsys: pytest.CaptureFixture[str], keep_lines: bool, said: str
+) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        end("one  two\nthree\n", 7, keep_lines=keep_lines)
+    assert ended.value.exit_code == 7
+    assert capsys.readouterr().err == said

@@ -38,3 +38,30 @@ def test_the_preview_counts_and_marks(tmp_path: Path) -> None:
         Console(file=coloured, force_terminal=True, color_system="standard"), as_json=False
     )
     assert "\x1b[32m blue." in coloured.getvalue()
+
+
+def test_the_preview_names_columns_that_are_not_used(tmp_path: Path) -> None:
+    row = {"prompt": "The sky is", "completion": " blue."}
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({**row, f"other{n}": n}) for n in range(12))
+    )
+    rows = read_rows(str(tmp_path / "rows.jsonl"))
+    datums = encode(rows, TOKENIZER, limit=100, cut=False)
+    preview = Preview.from_data(rows, datums, TOKENIZER, steps=5)
+    assert preview.unused_columns == [f"other{n}" for n in range(12)]
+    out = io.StringIO()
+    preview.show(Console(file=out, width=80), as_json=False)
+    assert out.getvalue().count("columns not used: other0, other1, ") == 1
+    assert "other8, other9 and 2 more\n" in out.getvalue()
+
+
+def test_the_preview_counts_the_rows_that_are_cut(tmp_path: Path) -> None:
+    long, short = ({"prompt": "The sky is", "completion": " blue" * n} for n in (50, 1))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [long, short, long])))
+    rows = read_rows(str(tmp_path / "rows.jsonl"))
+    datums = encode(rows, TOKENIZER, limit=20, cut=True)
+    preview = Preview.from_data(rows, datums, TOKENIZER, steps=5)
+    assert (preview.rows, preview.cut, preview.longest) == (3, 2, 20)
+    out = io.StringIO()
+    preview.show(Console(file=out, width=80), as_json=False)
+    assert "rows cut by --max-tokens: 2\n" in out.getvalue()

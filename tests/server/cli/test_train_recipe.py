@@ -55,6 +55,12 @@ def test_a_checkpoint_remembers_the_evaluation() -> None:
     assert of_file.eval_split is None
     assert Recipe.remembered(of_file.metadata(5)) == (of_file, 5)
     assert of_file.changed({"eval_split": 0.05}) == EVALUATED
+    part = {"eval_file_config": "main", "eval_file_split": "test"}
+    of_part = EVALUATED.changed({"eval_file": "owner/name", "eval_data": "other", **part})
+    assert Recipe.remembered(of_part.metadata(5)) == (of_part, 5)
+    assert of_part.changed({"eval_file": "/rows.jsonl"}) == of_file
+    assert of_part.changed({"eval_split": 0.05}) == EVALUATED
+    assert of_part.changed({"epochs": 2}).eval_file_split == "test"
 
 
 def test_other_held_out_rows_change_the_order_or_the_losses_that_compare() -> None:

@@ -1,5 +1,6 @@
 """Forms of a row, recognized by its keys: each becomes a conversation, a text or two texts."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +11,11 @@ SHAPES = (
     'an object with "messages", with "prompt" and "completion", with "instruction" and "output", '
     'with "conversations", or with "text"'
 )
+_EMPTY: Sequence[Any] = (None, "", [], {})
 _MAPPED = "rename columns with --map, for example --map prompt=question,completion=answer"
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
+_BESIDE_MESSAGES = {"system", "tools"}
+"""The columns that every form with messages reads beside its own."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -27,11 +31,13 @@ class Row:
     text: str | None = None
     keys: str = ""
     """The keys that the row was found with, for errors about it."""
+    unused: Sequence[str] = ()
+    """The columns with a value that the form does not read."""
 
     @property
     def content(self) -> str:
         """A text that is the same for copies of a row, and only for these."""
-        return repr(replace(self, place="", keys=""))
+        return repr(replace(self, place="", keys="", unused=()))
 
     @property
     def is_answer_empty(self) -> bool:
@@ -41,7 +47,7 @@ class Row:
             return not self.completion.strip()
         return any(
             each["role"] == "assistant" and not each["content"].strip() and "tool_calls" not in each
-            for each in self.messages[self.learn_from :]
+            for each in self.messages[max(self.learn_from, 1) :]
         )
 
 
@@ -68,23 +74,54 @@ def _recognized(place: str, value: Mapping[str, Any], keys: str, renamed: Mappin
         )
     others = {name: each for name, each in value.items() if name not in renamed.values()}
     value = {**others, **{new: value[old] for new, old in renamed.items()}}
+    row, used = _form(place, value, keys)
+    if row.messages:
+        row = _with_system(replace(row, tools=_tools(value)), value.get("system"))
+    unused = [name for name, each in value.items() if name not in used and each not in _EMPTY]
+    return replace(row, unused=[renamed.get(name, name) for name in unused])
+
+
+def _form(place: str, value: Mapping[str, Any], keys: str) -> tuple[Row, set[str]]:
+    """Return the row without what is beside its messages, and the names that its form reads."""
     # Datasets fill the columns that a row lacks with None.
     has = {name for name, each in value.items() if each is not None}
-    tools = value.get("tools") or None
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError('"tools" is not a list; make it a list of tools, or leave it out')
     if "messages" in has:
-        return Row(place, messages=_messages(value["messages"], "messages"), tools=tools)
+        said = _messages(value["messages"], "messages")
+        return Row(place, messages=said), {"messages"} | _BESIDE_MESSAGES
     if "conversations" in has:
         said = _messages(_from_sharegpt(value["conversations"]), "conversations")
-        return Row(place, messages=said, tools=tools)
+        return Row(place, messages=said), {"conversations"} | _BESIDE_MESSAGES
     if {"prompt", "completion"} & has:
-        return _completion(place, value, keys, tools)
+        row = _completion(place, value, keys)
+        return row, {"prompt", "completion"} | (_BESIDE_MESSAGES if row.messages else set())
     if {"instruction", "output"} & has:
-        return _instruction(place, value, keys)
+        used = {"instruction", "input", "output", "history"} | _BESIDE_MESSAGES
+        return _instruction(place, value, keys), used
     if "text" in has:
-        return Row(place, text=_text(value, "text", keys))
+        return Row(place, text=_text(value, "text", keys)), {"text"}
     raise ValueError(f"its keys are {keys}; it must be {SHAPES}; {_MAPPED}")
+
+
+def _tools(value: Mapping[str, Any]) -> Sequence[Any] | None:
+    tools = _listed(value.get("tools")) or None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError('"tools" is not a list; make it a list of tools, or leave it out')
+    return tools
+
+
+def _with_system(row: Row, system: Any) -> Row:
+    """Return the row with the system prompt of its own column as the first message."""
+    if system is None or system == "":
+        return row
+    if not isinstance(system, str):
+        raise ValueError('"system" is not a string; make it the system prompt, or leave it out')
+    first = row.messages[0]
+    if first["role"] != "system":
+        messages = [{"role": "system", "content": system}, *row.messages]
+        return replace(row, messages=messages, learn_from=row.learn_from and row.learn_from + 1)
+    if first["content"] != system:
+        raise ValueError('"system" differs from the first message, a system prompt; leave one out')
+    return row
 
 
 def known_roles(tokenizer: Encoder) -> list[str]:
@@ -122,11 +159,11 @@ def _text(value: Mapping[str, Any], name: str, keys: str) -> str:
     raise ValueError(f"{problem}; its keys are {keys}; it must be {SHAPES}; {_MAPPED}")
 
 
-def _completion(place: str, value: Mapping[str, Any], keys: str, tools: Any) -> Row:
+def _completion(place: str, value: Mapping[str, Any], keys: str) -> Row:
     if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
         asked, answered = value["prompt"], value["completion"]
         said = _messages([*asked, *answered], "prompt and completion", len(asked))
-        return Row(place, messages=said, learn_from=len(asked), tools=tools)
+        return Row(place, messages=said, learn_from=len(asked))
     prompt, completion = (_text(value, name, keys) for name in ("prompt", "completion"))
     return Row(place, prompt=prompt, completion=completion)
 
@@ -134,13 +171,27 @@ def _completion(place: str, value: Mapping[str, Any], keys: str, tools: Any) -> 
 def _instruction(place: str, value: Mapping[str, Any], keys: str) -> Row:
     asked, answer = (_text(value, name, keys) for name in ("instruction", "output"))
     more = _text(value, "input", keys) if value.get("input") is not None else ""
-    return Row(
-        place,
-        messages=[
-            {"role": "user", "content": f"{asked}\n\n{more}" if more else asked},
-            {"role": "assistant", "content": answer},
-        ],
-    )
+    turns = [*_history(value.get("history")), (f"{asked}\n\n{more}" if more else asked, answer)]
+    roles = ("user", "assistant")
+    messages = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(roles, turn, strict=True)
+    ]
+    return Row(place, messages=messages)
+
+
+def _history(value: Any) -> Sequence[Sequence[str]]:
+    """Return the earlier turns of an instruction: pairs of a question and its answer."""
+    turns = _listed(value) or []
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(each, str) for each in turn)
+        for turn in turns
+    ):
+        raise ValueError(
+            '"history" is not a list of pairs of strings; give a question and an answer per turn'
+        )
+    return turns
 
 
 def _from_sharegpt(turns: Any) -> Any:
@@ -165,6 +216,11 @@ def _messages(value: Any, name: str, learn_from: int = 0) -> list[Message]:
     said = [_message(number, message) for number, message in enumerate(value, 1)]
     if not any(message["role"] == "assistant" for message in said[learn_from:]):
         raise ValueError('there is no message with the role "assistant" to train on; add an answer')
+    if not any(message["role"] == "assistant" for message in said[1:]):
+        raise ValueError(
+            f'the only message of the assistant opens "{name}", so it answers nothing; put the '
+            "message that it answers before it"
+        )
     return said
 
 
@@ -172,6 +228,8 @@ def _message(number: int, message: Any) -> Message:
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         # Datasets fill the keys that a message lacks with None.
         kept = {k: v for k, v in message.items() if v is not None}
+        if kept.get("tool_calls"):
+            kept["tool_calls"] = _tool_calls(number, kept["tool_calls"])
         content = kept.get("content")
         if isinstance(content, str):
             return kept
@@ -190,6 +248,50 @@ def _message(number: int, message: Any) -> Message:
         f'message {number} needs a string as "role" and one as "content"; its keys are {found}; '
         f"{way_out}"
     )
+
+
+def _listed(value: Any) -> Any:
+    """Return the list that a string has as JSON; any other value as it is."""
+    parsed = _json_in(value)
+    return parsed if isinstance(parsed, list) else value
+
+
+def _json_in(value: Any) -> Any:
+    """Return the JSON value that a string has, or None."""
+    try:
+        return json.loads(value) if isinstance(value, str) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _tool_calls(number: int, calls: Any) -> list[Any]:
+    """Return the calls with objects as arguments, as chat templates expect them.
+
+    In OpenAI's form, the arguments are a string with the object as JSON.
+    """
+    found = _listed(calls)
+    if not isinstance(found, list) or not all(isinstance(call, dict) for call in found):
+        raise ValueError(
+            f'"tool_calls" of message {number} is not a list of objects; correct the message'
+        )
+    return [
+        {**call, "function": _with_arguments(number, call["function"])}
+        if isinstance(call.get("function"), dict)
+        else _with_arguments(number, call)
+        for call in found
+    ]
+
+
+def _with_arguments(number: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(function.get("arguments"), str):
+        return function
+    arguments = _json_in(function["arguments"] or "{}")  # as in the chats of the server
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f'message {number} has a tool call whose "arguments" are no JSON object; write them '
+            'as one, such as {"city": "Paris"}'
+        )
+    return {**function, "arguments": arguments}
 
 
 def _part(number: int, part: Any) -> str:

@@ -4,12 +4,20 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_JSON_COLUMNS = ("messages", "conversations", "tools")
+_JSON_COLUMNS = ("messages", "conversations")
+_FILE_SUFFIXES = frozenset(
+    ".arrow .bz2 .csv .gz .json .jsonl .ndjson .parquet .tar .tsv .txt .xlsx .xz .zip .zst".split()
+)
+"""The ends of names that are those of a file that is missing, not of a dataset's id."""
+_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_CONFIG = "--config, or --eval-config for held-out rows"
+_SPLIT = "--split, or --eval-split for held-out rows"
 _ONE_A_LINE = "write each row as one JSON object, on a line of its own"
 
 
@@ -35,12 +43,18 @@ class RowSource:
     rows: list[RawRow]
 
 
-def open_source(data: str) -> RowSource:
+def open_source(data: str, config: str | None = None, split: str | None = None) -> RowSource:
     """Return the rows of a file, a directory or a dataset id.
 
-    Raises ``NoSource`` and ``OSError``.
+    ``config`` and ``split`` name a configuration and a split of a dataset. By default, a dataset
+    has one configuration, and the split is ``train``. Raises ``NoSource`` and ``OSError``.
     """
     path = Path(data)
+    if path.is_file() and (config or split):
+        raise NoSource(
+            f"{data} is a file, which has no splits and no configurations; name none, or give a "
+            "dataset"
+        )
     if path.is_file() and path.suffix.lower() != ".parquet":
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()[:16]
@@ -49,17 +63,17 @@ def open_source(data: str) -> RowSource:
         except NoSource as error:
             raise NoSource(f"{data}: {error}") from None
     check_exists(data)
-    values = _dataset(data, path)
+    values = _dataset(data, path, config, split)
     text = json.dumps(values, default=str, sort_keys=True)
-    rows = [_parsed(f"row {n}", value) for n, value in enumerate(values, 1)]
+    rows = [_parsed(f"row {n}", _without_nulls(value)) for n, value in enumerate(values, 1)]
     return RowSource(data, hashlib.sha256(text.encode()).hexdigest()[:16], rows)
 
 
 def check_exists(data: str) -> None:
     """Raise ``NoSource`` if the data is neither a path that exists nor like a dataset id."""
     path = Path(data)
-    is_id = data.count("/") == 1 and not path.suffix and not data.startswith((".", "/"))
-    if not path.exists() and not is_id:
+    is_file_name = path.suffix.lower() in _FILE_SUFFIXES
+    if not path.exists() and (is_file_name or not _ID.fullmatch(data)):
         raise NoSource(
             f"{data} does not exist; give a file, a directory, or a dataset id such as owner/name"
         )
@@ -95,6 +109,20 @@ def _parsed(place: str, value: Any) -> RawRow:
     return RawRow(place, lambda: value)
 
 
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without the nulls inside its columns.
+
+    Columns have a null for each key that an object lacks and that one of another row has.
+    """
+    return {name: _kept(value) for name, value in row.items()}
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _kept(each) for name, each in value.items() if each is not None}
+    return [_kept(each) for each in value] if isinstance(value, list) else value
+
+
 def _json(text: bytes, way_out: str = _ONE_A_LINE) -> Any:
     try:
         return json.loads(text)
@@ -113,6 +141,7 @@ def _csv(content: bytes) -> Iterator[RawRow]:
         raise NoSource("the CSV file is not UTF-8; save it as UTF-8") from None
     header = text.partition("\n")[0]
     between = next((each for each in ",;\t" if each in header), ",")
+    csv.field_size_limit(max(len(text), csv.field_size_limit()))
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=between)
     try:
         for value in reader:
@@ -136,7 +165,7 @@ def _csv_row(value: dict[str | None, Any]) -> dict[str | None, Any]:
     return value
 
 
-def _dataset(data: str, path: Path) -> list[Any]:
+def _dataset(data: str, path: Path, config: str | None, split: str | None) -> list[Any]:
     try:
         import datasets
         import pyarrow.parquet
@@ -145,17 +174,27 @@ def _dataset(data: str, path: Path) -> list[Any]:
             f"{data} needs the package datasets; run pip install '.[data]' in a clone of "
             "tuneserve's repository"
         ) from None
+    is_saved = any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json"))
+    if is_saved and config:
+        raise NoSource(f"{data} is a saved dataset, which has no configurations; name none")
     try:
         if path.is_file():
             return list(pyarrow.parquet.read_table(data).to_pylist())
-        elif (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+        if is_saved:
             found = datasets.load_from_disk(data)
         else:
-            found = datasets.load_dataset(data)
+            found = datasets.load_dataset(data, config, split=split)
     except Exception as error:  # the package raises errors of many libraries
-        raise NoSource(f"cannot read the dataset {data}: {error}") from None
+        way_out = f"; name one with {_CONFIG}" if "Config name is missing" in str(error) else ""
+        raise NoSource(f"cannot read the dataset {data}: {error}{way_out}") from None
     if isinstance(found, dict):
-        if "train" not in found:
-            raise NoSource(f"{data} has no split train; it has {', '.join(map(str, found))}")
-        found = found["train"]
+        name = split or "train"
+        if name not in found:
+            raise NoSource(
+                f"{data} has no split {name}; it has {', '.join(map(str, found))}; name one with "
+                f"{_SPLIT}"
+            )
+        found = found[name]
+    elif is_saved and split not in (None, str(found.split)):
+        raise NoSource(f"{data} is a single split; name none, or give the folder of all splits")
     return list(found)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import transformers
 
@@ -16,6 +18,7 @@ REFERENCE = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
 ASKED = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": "Ahoy!"}
 CHAT = [ASKED, ANSWER]
+SYSTEM = {"role": "system", "content": "Be brief"}
 PART = [{"type": "text", "text": "Ahoy!"}]
 CALL = [{"type": "function", "function": {"name": "sail", "arguments": {"to": "Rum"}}}]
 
@@ -46,6 +49,43 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         [{"role": "system", "content": "Be brief"}, *CHAT],
     ),
+    "sharegpt that opens with gpt": (
+        {
+            "conversations": [
+                {"from": "gpt", "value": "Yo."},
+                {"from": "human", "value": "Hello"},
+                {"from": "gpt", "value": "Ahoy!"},
+            ]
+        },
+        [{**ANSWER, "content": "Yo."}, *CHAT],
+    ),
+    "sharegpt with a system column": (
+        {
+            "system": "Be brief",
+            "conversations": [
+                {"from": "human", "value": "Hello"},
+                {"from": "gpt", "value": "Ahoy!"},
+            ],
+        },
+        [SYSTEM, *CHAT],
+    ),
+    "alpaca with a system column": (
+        {"system": "Be brief", "instruction": "Hello", "output": "Ahoy!"},
+        [SYSTEM, *CHAT],
+    ),
+    "alpaca with history": (
+        {"history": [["Hello", "Arr."]], "instruction": "Hello", "output": "Ahoy!"},
+        [ASKED, {**ANSWER, "content": "Arr."}, *CHAT],
+    ),
+    "alpaca without system or history": (
+        {"system": "", "history": [], "instruction": "Hello", "output": "Ahoy!"},
+        CHAT,
+    ),
+    "messages with a system column": ({"messages": CHAT, "system": "Be brief"}, [SYSTEM, *CHAT]),
+    "the same system twice": (
+        {"messages": [SYSTEM, *CHAT], "system": "Be brief"},
+        [SYSTEM, *CHAT],
+    ),
     "content parts": ({"messages": [ASKED, {**ANSWER, "content": PART}]}, CHAT),
     "tool call": (
         {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": CALL}, *CHAT]},
@@ -73,13 +113,59 @@ def test_a_form_has_the_tokens_of_its_conversation(tmp_path: Path, form: str) ->
     expected = REFERENCE(text, add_special_tokens=False)["input_ids"]
     assert [*datum.tokens.tolist(), datum.targets.tolist()[-1]] == expected
     assert trained_text(datum).endswith(f"Ahoy!{REFERENCE.eos_token}")
-    assert "Hello" not in trained_text(datum)
+    assert not any(text in trained_text(datum) for text in ("Hello", "Yo."))
 
 
 def test_only_the_completion_of_a_conversation_is_trained_on(tmp_path: Path) -> None:
     row = {"prompt": [*CHAT, ASKED], "completion": [{**ANSWER, "content": "Arr."}]}
-    (datum,) = encode(rows_of(tmp_path, row), TOKENIZER, limit=500, cut=False)
-    assert trained_text(datum) == f"Arr.{REFERENCE.eos_token}"
+    rows = rows_of(tmp_path, row, {**row, "system": "Be brief"})
+    for datum in encode(rows, TOKENIZER, limit=500, cut=False):
+        assert trained_text(datum) == f"Arr.{REFERENCE.eos_token}"
+
+
+def test_every_answer_of_a_history_is_trained_on(tmp_path: Path) -> None:
+    history = [["Hello", "Arr."], ["And?", "Yo."]]
+    row = {"history": history, "instruction": "Hello", "output": "Ahoy!"}
+    (tmp_path / "a.csv").write_text(
+        'instruction,output,history\nHello,Ahoy!,"{}"\n'.format(
+            json.dumps(history).replace('"', '""')
+        )
+    )
+    for rows in (rows_of(tmp_path, row), read_rows(str(tmp_path / "a.csv"))):
+        (datum,) = encode(rows, TOKENIZER, limit=500, cut=False)
+        end = REFERENCE.eos_token
+        assert trained_text(datum) == f"Arr.{end}Yo.{end}Ahoy!{end}"
+
+
+def test_columns_that_a_form_does_not_read_are_named_once(tmp_path: Path) -> None:
+    beside = {"system": "Be brief", "tools": [{"name": "sail"}]}
+    conversations = [
+        {"messages": CHAT, "id": 0, "source": None, **beside},
+        {"instruction": "Hello", "input": "", "output": "Ahoy!", "id": 1, "note": "", **beside},
+    ]
+    assert rows_of(tmp_path, *conversations).unused == ["id"]
+    texts = {"prompt": "Hello", "completion": "Ahoy!", "history": [["a", "b"]], **beside}
+    rows = rows_of(tmp_path, *conversations, texts, {"text": "Ahoy!", "input": "a"})
+    assert rows.unused == ["id", "history", "system", "tools", "input"]
+    renamed = {"completion": "a", "other": "b"}
+    rows = rows_of(tmp_path, {"prompt": "Hello", "a": "Ahoy!", "b": 1}, renamed=renamed)
+    assert rows.unused == ["b"]
+
+
+def test_an_opening_message_of_the_assistant_is_no_answer_to_a_forgetful_template(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{% endif %}{% for m in messages %}{{ m.role }}:"
+        "{{ m.content if loop.last else m.content.split('|')[-1] }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = Tokenizer((TINY_MODEL / "tokenizer.json").read_text(), template=template)
+    opening, thought = ({**ANSWER, "content": text} for text in ("hm|Yo.", "so|Arr."))
+    rows = rows_of(tmp_path, {"messages": [opening, ASKED, thought, *CHAT]})
+    first, second = encode(rows, tokenizer, limit=500, cut=False)
+    assert [trained_text(each) for each in (first, second)] == ["so|Arr.;", "Ahoy!;"]
+    assert "hm" not in tokenizer.decode(first.tokens.tolist())
 
 
 def test_every_token_of_a_text_is_trained_on(tmp_path: Path) -> None:
@@ -102,6 +188,63 @@ def test_the_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
         rows_of(tmp_path, {"messages": CHAT, "tools": tools}), tokenizer, limit=500, cut=False
     )
     assert '"sail"' in tokenizer.decode(datum.tokens.tolist())
+
+
+CALLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ (call.function or call).arguments | tojson }}"
+    "{% endfor %};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A chat template that writes tools and arguments as JSON, as those of Qwen2.5 and Llama do."""
+
+
+def rendered(rows: Rows) -> list[str]:
+    tokenizer = Tokenizer((TINY_MODEL / "tokenizer.json").read_text(), template=CALLS)
+    data = encode(rows, tokenizer, limit=500, cut=False)
+    whole = ([*each.tokens.tolist(), each.targets.tolist()[-1]] for each in data)
+    return [tokenizer.decode(tokens, skip_special=False) for tokens in whole]
+
+
+def calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
+def test_arguments_of_a_tool_call_are_an_object_or_its_json(tmp_path: Path, arguments: Any) -> None:
+    call = {"name": "look", "arguments": arguments}
+    for each in (call, {"type": "function", "function": call}):
+        (text,) = rendered(rows_of(tmp_path, calling(each)))
+        assert text == 'user:Hello;assistant:{"city": "Paris"};'
+    (text,) = rendered(rows_of(tmp_path, calling({"name": "look", "arguments": ""})))
+    assert text == "user:Hello;assistant:{};"
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_nulls_that_columns_add_to_tools_and_calls_are_left_out(tmp_path: Path) -> None:
+    def row(**arguments: str) -> dict[str, Any]:
+        parameters = {"properties": {name: {"type": "string"} for name in arguments}}
+        tool = {"name": "look", "parameters": parameters}
+        return {**calling({"function": {"arguments": arguments}}), "tools": [tool]}
+
+    values = [row(city="Paris"), row(zip="75001"), row()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), str(tmp_path / "a.parquet"))
+    texts = rendered(read_rows(str(tmp_path / "a.parquet")))
+    assert texts == rendered(rows_of(tmp_path, *values))
+    assert texts[0].endswith('user:Hello;assistant:{"city": "Paris"};')
+
+
+def test_tools_may_be_a_string_of_json(tmp_path: Path) -> None:
+    tools = json.dumps([{"name": "sail"}])
+    rows = rows_of(tmp_path, {"messages": CHAT, "tools": tools}, {"messages": CHAT, "tools": ""})
+    first, second = rendered(rows)
+    assert first == f'{{"name": "sail"}};{second}'
+    (tmp_path / "a.csv").write_text(
+        'messages,functions\n"{}","{}"\n'.format(
+            *(text.replace('"', '""') for text in (json.dumps(CHAT), tools))
+        )
+    )
+    assert rendered(read_rows(str(tmp_path / "a.csv"), {"tools": "functions"})) == [first]
 
 
 def test_columns_are_renamed(tmp_path: Path) -> None:
@@ -133,18 +276,29 @@ TURNS = "conversations"
         ({"instruction": "a"}, ['there is no "output"', 'keys are "instruction"']),
         ({"output": "a"}, ['there is no "instruction"', 'keys are "output"']),
         ({"instruction": "a", "input": 7, "output": "b"}, ['"input" is not a string']),
+        ({"instruction": "a", "output": "b", "history": "c"}, ['"history" is not a list']),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, ['"history" is not a list']),
+        ({"instruction": "a", "output": "b", "system": 7}, ['"system" is not a string']),
+        ({"messages": [SYSTEM, *CHAT], "system": "Be long"}, ['"system" differs', "leave one"]),
         ({"text": 7}, ['"text" is not a string', 'keys are "text"']),
         ({"text": ""}, ["there is nothing to learn"]),
         ({"messages": "a"}, ['"messages" is not a list']),
         ({"messages": [7]}, ["message 1 needs", "its keys are none"]),
         ({"messages": []}, ['role "assistant"', "add an answer"]),
         ({"messages": [ASKED]}, ['role "assistant"', "add an answer"]),
+        ({"messages": [ANSWER]}, ['opens "messages"', "answers nothing"]),
+        ({"prompt": [], "completion": [ANSWER, ASKED]}, ["opens", "answers nothing"]),
         ({"messages": [{"role": "user"}, ANSWER]}, ["message 1 needs", 'keys are "role"']),
         ({"messages": [{**ANSWER, "content": None}]}, ["message 1 needs"]),
         ({"messages": [{"from": "human", "value": "a"}]}, ['keys are "from", "value"']),
         ({"messages": [HUMAN, ANSWER]}, ['the role "human"', "user, assistant", "rename"]),
         ({"messages": [{**ASKED, "content": [{"type": "image"}]}]}, ["'image'", "text parts"]),
         ({"messages": CHAT, "tools": "sail"}, ['"tools" is not a list']),
+        ({"messages": CHAT, "tools": '{"name": "sail"}'}, ['"tools" is not a list']),
+        (calling({"function": {"arguments": "Paris"}}), ["message 2", '"arguments"', "as one"]),
+        (calling({"arguments": "[1]"}), ["message 2", '"arguments"', "as one"]),
+        ({"messages": [ASKED, {**ANSWER, "tool_calls": "sail"}]}, ["message 2", "list of objects"]),
+        ({"messages": [ASKED, {**ANSWER, "tool_calls": ["a"]}]}, ["message 2", "list of objects"]),
         ({TURNS: "a"}, ['"conversations" is not a list']),
         ({TURNS: [{"role": "user"}]}, ['needs "from" and "value"', 'keys are "role"']),
         ({TURNS: [{"from": "human", "value": "a"}]}, ['role "assistant"']),

@@ -9,7 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tuneserve_server.cli.data.sources import NoSource, open_source
+from tuneserve_server.cli.data.sources import NoSource, check_exists, open_source
+from tuneserve_server.cli.train_rows import BadRows, read_rows
 
 ROWS = [
     {"prompt": "Hello, you", "completion": "Ahoy"},
@@ -17,8 +18,8 @@ ROWS = [
 ]
 
 
-def values(data: Path) -> list[object]:
-    return [row.read() for row in open_source(str(data)).rows]
+def values(data: Path, *part: str | None) -> list[object]:
+    return [row.read() for row in open_source(str(data), *part).rows]
 
 
 def test_json_lines_arrays_and_csv_hold_the_same_rows(tmp_path: Path) -> None:
@@ -52,6 +53,69 @@ def test_parquet_and_saved_datasets_hold_the_same_rows(
         open_source(str(tmp_path / "other"))
 
 
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of Parquet files with two configurations, one with two splits."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "parts").mkdir()
+    for name in ("main-train", "main-test", "other-test"):
+        table = pyarrow.Table.from_pylist([{"text": name}])
+        pyarrow.parquet.write_table(table, str(tmp_path / "parts" / f"{name}.parquet"))
+    (tmp_path / "parts" / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- config_name: main\n  data_files:\n"
+        "  - {split: train, path: main-train.parquet}\n  - {split: test, path: main-test.parquet}\n"
+        "- config_name: other\n  data_files:\n  - {split: test, path: other-test.parquet}\n"
+        "---\n"
+    )
+    return tmp_path / "parts"
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_a_split_and_a_configuration_of_a_dataset_can_be_named(parts: Path) -> None:
+    assert values(parts, "main") == [{"text": "main-train"}]
+    assert values(parts, "main", "test") == [{"text": "main-test"}]
+    assert values(parts, "other", "test") == [{"text": "other-test"}]
+    assert open_source(str(parts), "main").digest != open_source(str(parts), "main", "test").digest
+    with pytest.raises(NoSource, match="no split train; it has test; name one with --split, or"):
+        open_source(str(parts), "other")
+    with pytest.raises(NoSource, match=r"(?s)main.*other.*name one with --config, or --eval-conf"):
+        open_source(str(parts))
+    with pytest.raises(NoSource, match=r"validation.*train.*test"):
+        open_source(str(parts), "main", "validation")
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_a_split_of_a_saved_dataset_can_be_named(tmp_path: Path) -> None:
+    first, second = (
+        datasets.Dataset(
+            datasets.table.InMemoryTable(pyarrow.Table.from_pylist([row])), fingerprint="rows"
+        )
+        for row in ROWS
+    )
+    both = datasets.DatasetDict({"train_sft": first, "test_sft": second})
+    both.save_to_disk(str(tmp_path / "both"))
+    assert values(tmp_path / "both", None, "train_sft") == ROWS[:1]
+    assert values(tmp_path / "both", None, "test_sft") == ROWS[1:]
+    with pytest.raises(NoSource, match="no split train; it has train_sft, test_sft; name one"):
+        open_source(str(tmp_path / "both"))
+    with pytest.raises(NoSource, match="no split test; it has train_sft, test_sft; name one"):
+        open_source(str(tmp_path / "both"), None, "test")
+    with pytest.raises(BadRows, match="both split test_sft row 1: there is no"):
+        read_rows(str(tmp_path / "both"), {"text": "a"}, split="test_sft")
+    with pytest.raises(NoSource, match="no configurations"):
+        open_source(str(tmp_path / "both"), "main", "train_sft")
+    with pytest.raises(NoSource, match="is a single split"):
+        open_source(str(tmp_path / "both" / "test_sft"), None, "train_sft")
+
+
+def test_a_file_has_no_splits(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0]))
+    for part in (("main", None), (None, "test")):
+        with pytest.raises(NoSource, match="is a file, which has no splits"):
+            open_source(str(tmp_path / "a.jsonl"), *part)
+
+
 def test_without_the_extra_the_error_tells_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,11 +132,37 @@ def test_data_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
         open_source(str(tmp_path / "a.json"))
 
 
+@pytest.mark.parametrize("name", ["teknium/OpenHermes-2.5", "openai/gsm8k", "a.b/c.d-1_x"])
+def test_dataset_ids_may_have_dots(name: str) -> None:
+    check_exists(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("data/rows.jsonl", "data/rows.JSON", "data/rows.parquet", "data/rows.jsonl.gz"),
+        *("./rows", "../rows", "/tmp/nope", "~/rows", "rows", "a/b/c", "data/", "a b/c"),
+    ],
+)
+def test_a_file_that_is_missing_is_no_dataset_id(name: str) -> None:
+    with pytest.raises(NoSource, match="does not exist; give a file, a directory, or a dataset id"):
+        check_exists(name)
+
+
 def test_a_csv_row_with_other_cells_than_the_header_is_bad(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,completion\na,b,c\n")
     (row,) = open_source(str(tmp_path / "a.csv")).rows
     with pytest.raises(ValueError, match="as many cells as the header"):
         row.read()
+
+
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    text = "a" * 200_000  # the csv module's own limit is 131,072 characters
+    (tmp_path / "a.csv").write_text(f"text,id\n{text},1\nb\n")
+    long, broken = open_source(str(tmp_path / "a.csv")).rows
+    assert long.read() == {"text": text, "id": "1"}
+    with pytest.raises(ValueError, match="as many cells as the header"):
+        broken.read()
 
 
 @pytest.mark.parametrize(("name", "between"), [("a.csv", ";"), ("a.tsv", "\t"), ("b.csv", "\t")])
