@@ -428,7 +428,7 @@ def test_every_command_of_the_page_runs_after_the_others(server, tmp_path, monke
         for name, value in known.items():
             command = command.replace(f"${name}", value)
         name, *arguments = shlex.split(command)
-        if arguments[0] == "eval":
+        if arguments[0] in ("eval", "conformance"):
             continue
         assert name == "tuneserve"
         said = tuneserve(*arguments)
