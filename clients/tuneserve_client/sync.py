@@ -356,6 +356,11 @@ class Client(_Sync[AsyncClient]):
     ) -> None:
         self.close(errored=error is not None)
 
+    @property
+    def base_url(self) -> str:
+        """The server's address."""
+        return self._inner.base_url
+
     def close(self, *, errored: bool = False) -> None:
         """Wait until all requests are accepted (not if ``errored``), and end the session."""
         if self._thread.is_stopped:

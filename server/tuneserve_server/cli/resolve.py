@@ -36,7 +36,7 @@ def run_id(client: "sdk.Client", wanted: str) -> str:
         return found[0].training_run_id
     if found:
         _end_ambiguous("run", wanted, map(_described, found))
-    _end_unknown("run", wanted, _words(runs), "tuneserve runs list")
+    _end_unknown("run", wanted, _words(runs), "tuneserve runs list", _place(client, runs))
 
 
 def checkpoint_path(
@@ -84,7 +84,8 @@ def _found(
     if found:
         _end_ambiguous("checkpoint", wanted, found)
     words = {*base_models, *_words(runs), *(split_path(each.tinker_path)[2] for each in known)}
-    _end_unknown("checkpoint", wanted, words, "tuneserve checkpoints list")
+    listing = "tuneserve checkpoints list"
+    _end_unknown("checkpoint", wanted, words, listing, _place(client, runs))
 
 
 def _is_whole(wanted: str) -> bool:
@@ -118,7 +119,15 @@ def _end_ambiguous(kind: str, wanted: str, matches: Iterable[str]) -> NoReturn:
     )
 
 
-def _end_unknown(kind: str, wanted: str, words: Iterable[str], listing: str) -> NoReturn:
+def _place(client: "sdk.Client", runs: Sequence["run_types.TrainingRunResponse"]) -> str:
+    """Return the server and, if it is known, the tenant, in brackets."""
+    tenant = f", your tenant is {runs[0].model_owner}" if runs else ""
+    return f" ({client.base_url}{tenant})"
+
+
+def _end_unknown(
+    kind: str, wanted: str, words: Iterable[str], listing: str, place: str
+) -> NoReturn:
     near = get_close_matches(wanted, list(words), 3, 0.5)
     hint = f"the nearest names are {', '.join(near)}" if near else f"list yours with: {listing}"
-    end(f"no {kind} has the name {wanted!r} or an id that begins so; {hint}", FAILED)
+    end(f"no {kind} has the name {wanted!r} or an id that begins so{place}; {hint}", FAILED)

@@ -62,6 +62,16 @@ def test_a_run_is_found_by_name_id_and_last(client: Client, saved: dict[str, lis
     assert shown("last") == newest
 
 
+def test_an_unknown_name_is_answered_with_the_server_and_the_tenant(
+    client: Client, saved: dict[str, list[str]]
+) -> None:
+    tenant = client.runs()[0].model_owner
+    for command in (["runs", "show"], ["checkpoints", "delete"]):
+        ran = called(*command, "nothing-like-it")
+        assert ran.exit_code == 1
+        assert f"begins so ({client.base_url}, your tenant is {tenant}); " in ran.stderr
+
+
 def test_several_matches_are_listed(client: Client, saved: dict[str, list[str]]) -> None:
     ran = called("runs", "show", "twin")
     assert ran.exit_code == 1
