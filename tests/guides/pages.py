@@ -157,6 +157,7 @@ def _check_command(arguments: list[str], line: str) -> None:
     while words and words[0] in getattr(command, "commands", ()):
         command = command.get_command(typer.Context(command), words.pop(0))
     assert not (words and hasattr(command, "commands")), f"no such command: {line}"
-    known = {name for each in command.params for name in each.opts} | {"--help"}
+    options = [[*each.opts, *each.secondary_opts] for each in command.params]
+    known = {name for names in options for name in names} | {"--help"}
     given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
     assert given <= known, f"no such option, {given - known}: {line}"
