@@ -8,6 +8,9 @@ from tuneserve_engine.core.errors import UserError
 MAX_LOGIT_BIASES = 300
 """The most tokens that one ``logit_bias`` names."""
 
+MASK_BITS = 32
+"""The tokens of a word of a mask over the vocabulary."""
+
 _BIN_TOKENS = 4096
 _PREFILL_TOKENS = 2048
 _TARGET_BUCKETS = (1, 64)
@@ -23,6 +26,11 @@ def power_of_two_from(n: int) -> int:
 def multiple_from(n: int, unit: int) -> int:
     """Return the smallest multiple of ``unit`` that is at least ``n``."""
     return -(-n // unit) * unit
+
+
+def mask_words(vocab: int) -> int:
+    """Return the words of a mask over a vocabulary."""
+    return -(-vocab // MASK_BITS)
 
 
 def longest_bin(chunk: int) -> int:

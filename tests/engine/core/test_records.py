@@ -39,4 +39,4 @@ def test_an_unnamed_save_has_a_file_and_no_path() -> None:
 
 def test_every_type_of_record_has_one_name() -> None:
     assert {RECORD_TYPES[name]: name for name in RECORD_TYPES} == RECORD_NAME
-    assert len(RECORD_NAME) == len(RECORD_TYPES) == 9
+    assert len(RECORD_NAME) == len(RECORD_TYPES) == 11

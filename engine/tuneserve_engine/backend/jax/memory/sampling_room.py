@@ -9,8 +9,7 @@ from tuneserve_engine.backend.jax.memory.gpu_room import (
 )
 from tuneserve_engine.backend.jax.memory.sizes import Line, Sizes
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
-from tuneserve_engine.backend.jax.sampling.token_masks import mask_words
-from tuneserve_engine.core.shapes import MAX_LOGIT_BIASES
+from tuneserve_engine.core.shapes import MAX_LOGIT_BIASES, mask_words
 
 _DRAWN_COPIES, _SCORED_COPIES = 8, 3
 """Float32 copies of logits while tokens are drawn, and while a prompt's positions are scored."""

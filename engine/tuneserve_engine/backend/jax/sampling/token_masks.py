@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from tuneserve_engine.backend.jax.sampling.adapter_slots import Scalar
 from tuneserve_engine.backend.jax.sampling.grammars import GrammarMatcher, fill_masks
 from tuneserve_engine.backend.jax.sampling.logits import REDRAWS, RowParams, draw
+from tuneserve_engine.core.shapes import MASK_BITS, mask_words
 
-_BITS = 32
 _EVERY_TOKEN = np.int32(-1)
 
 _AnyArray = Array | np.ndarray[Any, np.dtype[Any]]
@@ -36,11 +36,6 @@ def no_masks(slots: int, vocab: int) -> TokenMasks:
     """Return masks that allow every token."""
     words = np.full((slots, mask_words(vocab)), _EVERY_TOKEN, np.int32)
     return TokenMasks(words, asked=np.bool_(False))
-
-
-def mask_words(vocab: int) -> int:
-    """Return the words of a mask."""
-    return -(-vocab // _BITS)
 
 
 class SlotMasks:
@@ -87,7 +82,7 @@ class SlotMasks:
 
 def allowed(words: _AnyArray, vocab: int) -> Bool[Array, "B V"]:
     """Return which tokens the masks allow."""
-    bits = jnp.asarray(words)[:, :, None] >> jnp.arange(_BITS, dtype=jnp.int32)[None, None]
+    bits = jnp.asarray(words)[:, :, None] >> jnp.arange(MASK_BITS, dtype=jnp.int32)[None, None]
     return (bits & 1).reshape(len(words), -1)[:, :vocab] == 1
 
 

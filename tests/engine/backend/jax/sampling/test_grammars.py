@@ -17,9 +17,9 @@ from tuneserve_engine.backend.jax.sampling.grammars import (
     GrammarCompiler,
     fill_masks,
 )
-from tuneserve_engine.backend.jax.sampling.token_masks import mask_words
 from tuneserve_engine.core.errors import ServerError, UserError
 from tuneserve_engine.core.grammar import Grammar
+from tuneserve_engine.core.shapes import mask_words
 
 VOCAB = 70
 END = VOCAB - 1

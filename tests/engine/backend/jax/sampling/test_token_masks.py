@@ -15,10 +15,10 @@ from tuneserve_engine.backend.jax.sampling.token_masks import (
     SlotMasks,
     TokenMasks,
     allowed,
-    mask_words,
     no_masks,
     redrawn,
 )
+from tuneserve_engine.core.shapes import mask_words
 
 VOCAB, ROWS = 70, 3
 random = np.random.default_rng(0)
