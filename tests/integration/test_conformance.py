@@ -19,7 +19,7 @@ from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_server.cli.local_server import LocalServer
 from tuneserve_server.conformance.checks import chosen
 from tuneserve_server.conformance.suite import CHECKS, results
-from tuneserve_server.conformance.target import TestedServer
+from tuneserve_server.conformance.target import ServerUnderTest
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(server, name):
-    target = TestedServer(server.url, "tml-local", transport=FAULTS[name]())
+    target = ServerUnderTest(server.url, "tml-local", transport=FAULTS[name]())
     (found,) = results(chosen(CHECKS, [name]), target)
     target.close()
     assert (found.outcome, bool(found.reason)) == ("failed", True)
@@ -274,14 +274,14 @@ def test_a_fault_is_found(server, name):
 
 def test_weights_that_count_as_a_mask_are_found(server):
     fault = Faulty("forward_backward", ask=changed_gradient(as_mask))
-    target = TestedServer(server.url, "tml-local", transport=fault)
+    target = ServerUnderTest(server.url, "tml-local", transport=fault)
     (found,) = results(chosen(CHECKS, ["cross-entropy-is-a-sum"]), target)
     target.close()
     assert found.outcome == "failed" and "-sum(weight * logprob)" in found.reason
 
 
 def test_a_server_that_is_not_there_fails_every_check_with_its_address():
-    target = TestedServer("http://127.0.0.1:9", "tml-local")
+    target = ServerUnderTest("http://127.0.0.1:9", "tml-local")
     found = list(results(CHECKS, target))
     target.close()
     assert {each.outcome for each in found} == {"failed"}

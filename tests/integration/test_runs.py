@@ -105,8 +105,9 @@ def test_runs_are_found_by_tag_text_and_state_and_archived(server):
         assert client.run(ids[0]).user_metadata["tags"] == "animal,canine"
         for options in (["--tag", "animal"], ["--search", "JUMPS"], ["--search", "fox"]):
             assert [each["training_run_id"] for each in facts("runs", *options)] == ids[:1]
-        found = facts("runs", "list", "--search", "red", "--sort", "name", "--state", "running")
-        assert [each["name"] for each in found] == ["red hen", "red fox"]
+        by_name = ["runs", "list", "--search", "red", "--sort", "name", "--state", "running"]
+        names = [[each["name"] for each in facts(*by_name, *more)] for more in ([], ["--reverse"])]
+        assert names == [["red fox", "red hen"], ["red hen", "red fox"]]
         assert facts("runs", "--search", "red", "--state", "failed") == []
         tuneserve("runs", "archive", "red hen")
         assert [each["name"] for each in facts("runs", "--search", "red")] == ["red fox"]

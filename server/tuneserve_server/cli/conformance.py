@@ -34,7 +34,7 @@ def conformance(  # noqa: PLR0913 - options
     """
     from tuneserve_server.conformance.checks import chosen
     from tuneserve_server.conformance.suite import CHECKS, results
-    from tuneserve_server.conformance.target import TestedServer
+    from tuneserve_server.conformance.target import ServerUnderTest
 
     if not url.startswith(("http://", "https://")):
         end(f"the address is {url!r}; it must begin with http:// or https://", REFUSED)
@@ -48,7 +48,7 @@ def conformance(  # noqa: PLR0913 - options
         else:
             print_table(["check", "rule"], [[each.name, each.rule] for each in checks])
         return
-    target = TestedServer(url, api_key or OPEN_KEY, base_model)
+    target = ServerUnderTest(url, api_key or OPEN_KEY, base_model)
     found = []
     try:
         for result in results(checks, target):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tuneserve_server.conformance.target import NotConforming, TestedServer
+from tuneserve_server.conformance.target import NotConforming, ServerUnderTest
 
 _PAGES = "https://tinker-docs.thinkingmachines.ai/tinker"
 SDK = "tinker 0.38.0 on PyPI"
@@ -14,7 +14,7 @@ LOSSES, SAMPLING = f"{_PAGES}/losses/", f"{_PAGES}/api-reference/samplingclient/
 TRAINING, REST = f"{_PAGES}/api-reference/trainingclient/", f"{_PAGES}/api-reference/restclient/"
 OPTIMIZERS = f"{_PAGES}/optimizers/"
 
-_Body = Callable[[TestedServer], None]
+_Body = Callable[[ServerUnderTest], None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Checks:
         return register
 
 
-def result_of(check: Check, target: TestedServer) -> CheckResult:
+def result_of(check: Check, target: ServerUnderTest) -> CheckResult:
     """Carry out a check. Any error of the server's answer is a failure of the check."""
     try:
         check.body(target)

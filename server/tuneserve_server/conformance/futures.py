@@ -8,7 +8,7 @@ from tuneserve_server.conformance.target import (
     POLL_S,
     GradientOutput,
     TestedModel,
-    TestedServer,
+    ServerUnderTest,
     expect,
     is_near,
     is_pending,
@@ -26,14 +26,14 @@ def example(tokens: int = 6, weight: float = 1.0) -> wire.Datum:
 
 
 @CHECKS.rule(SDK)
-def protobuf_results(target: TestedServer) -> None:
+def protobuf_results(target: ServerUnderTest) -> None:
     """Results of forward_backward are protobuf; JSON means a server from before it."""
     output = target.new_model().gradient([example()])
     expect(output.logprobs, "the output has no logprobs")
 
 
 @CHECKS.rule(SDK)
-def metric_names(target: TestedServer) -> None:
+def metric_names(target: ServerUnderTest) -> None:
     """The name of each metric of forward_backward has exactly one colon; loss:sum is there."""
     output = target.new_model().gradient([example()])
     for name in output.metrics:
@@ -42,7 +42,7 @@ def metric_names(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def no_error_in_success(target: TestedServer) -> None:
+def no_error_in_success(target: ServerUnderTest) -> None:
     """A successful result has no key named error, not even null, and no metric that is null."""
     model = target.new_model()
     model.gradient([example()])
@@ -53,7 +53,7 @@ def no_error_in_success(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def order(target: TestedServer) -> None:
+def order(target: ServerUnderTest) -> None:
     """Requests run by their seq_id: the first chunk of a call arrives after the others."""
     model = target.new_model()
     step = model.submit_step(seq_id=3)
@@ -71,7 +71,7 @@ def order(target: TestedServer) -> None:
     )
 
 
-def _trained_in_order(target: TestedServer) -> float:
+def _trained_in_order(target: ServerUnderTest) -> float:
     model = target.new_model()
     model.gradient([example(5)])
     model.gradient([example(7)])
@@ -80,7 +80,7 @@ def _trained_in_order(target: TestedServer) -> float:
 
 
 @CHECKS.rule(SDK)
-def polls_end_in_time(target: TestedServer) -> None:
+def polls_end_in_time(target: ServerUnderTest) -> None:
     """A poll of a request that waits for an earlier one ends before the client gives up at 45 s."""
     model = target.new_model()
     waiting = model.submit_gradient([example()], seq_id=2)
@@ -94,7 +94,7 @@ def polls_end_in_time(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def repetition(target: TestedServer) -> None:
+def repetition(target: ServerUnderTest) -> None:
     """A request that is sent again has the same request_id, and runs once."""
     model, once = target.new_model(), target.new_model()
     for number in (1, 2):
@@ -112,7 +112,7 @@ def repetition(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def results_can_be_read_again(target: TestedServer) -> None:
+def results_can_be_read_again(target: ServerUnderTest) -> None:
     """A result can be read more than once, since an answer may be lost on its way."""
     model = target.new_model()
     request_id = model.submit_gradient([example()])
@@ -122,7 +122,7 @@ def results_can_be_read_again(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def failures(target: TestedServer) -> None:
+def failures(target: ServerUnderTest) -> None:
     """A bad request fails in its future, with 200, error and category, and spends its seq_id."""
     model = target.new_model()
     for request_id in (
@@ -136,7 +136,7 @@ def failures(target: TestedServer) -> None:
 
 
 @CHECKS.rule(TRAINING)
-def taken_names(target: TestedServer) -> None:
+def taken_names(target: ServerUnderTest) -> None:
     """A checkpoint's name that is taken is a user error of the future; overwrite replaces it."""
     model: TestedModel = target.new_model()
     path = model.saved("save_weights")

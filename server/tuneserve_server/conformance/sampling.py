@@ -5,7 +5,7 @@ import math
 from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_server.conformance.checks import SAMPLING, SDK, Checks
 from tuneserve_server.conformance.futures import example
-from tuneserve_server.conformance.target import TestedSampler, TestedServer, expect
+from tuneserve_server.conformance.target import TestedSampler, ServerUnderTest, expect
 from tuneserve_server.conformance.tensors import datum, floats_in, integers, integers_in
 
 CHECKS = Checks()
@@ -20,12 +20,12 @@ def _drawn(found: wire.SampleResponse) -> list[int]:
     return integers_in(found.sequences[0].tokens)
 
 
-def _base(target: TestedServer) -> TestedSampler:
+def _base(target: ServerUnderTest) -> TestedSampler:
     return target.new_sampler()
 
 
 @CHECKS.rule(SDK)
-def sequence_ids(target: TestedServer) -> None:
+def sequence_ids(target: ServerUnderTest) -> None:
     """The answer of asample names each sequence in sample_sequence_ids, in order."""
     names = _base(target).accepted(_PROMPT, count=3).get("sample_sequence_ids")
     expect(isinstance(names, list), "sample_sequence_ids is missing")
@@ -34,7 +34,7 @@ def sequence_ids(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def samples(target: TestedServer) -> None:
+def samples(target: ServerUnderTest) -> None:
     """Each of num_samples sequences has tokens and a logprob for each token."""
     found = _base(target).sample(_PROMPT, count=3, params={"max_tokens": 5, "stop": []})
     expect(len(found.sequences) == 3, f"three samples have {len(found.sequences)} sequences")
@@ -47,7 +47,7 @@ def samples(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SAMPLING)
-def seeds(target: TestedServer) -> None:
+def seeds(target: ServerUnderTest) -> None:
     """Samples without a seed differ; the same seed gives the same sample."""
     sampler, params = _base(target), {"max_tokens": 12, "stop": []}
     one, same = (_drawn(sampler.sample(_PROMPT, params={**params, "seed": 7})) for _ in range(2))
@@ -60,7 +60,7 @@ def seeds(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SAMPLING)
-def greedy(target: TestedServer) -> None:
+def greedy(target: ServerUnderTest) -> None:
     """Temperature 0 draws the likeliest token."""
     sampler = _base(target)
     found = sampler.sample(_PROMPT, params=_GREEDY, topk_sample_logprobs=2)
@@ -70,7 +70,7 @@ def greedy(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SAMPLING)
-def stop_tokens(target: TestedServer) -> None:
+def stop_tokens(target: ServerUnderTest) -> None:
     """A stop token ends the sequence, is in it once, and has a logprob."""
     sampler = _base(target)
     free = _drawn(sampler.sample(_PROMPT, params=_GREEDY))
@@ -83,7 +83,7 @@ def stop_tokens(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def prompts_in_chunks(target: TestedServer) -> None:
+def prompts_in_chunks(target: ServerUnderTest) -> None:
     """A prompt may come in many chunks without a change."""
     sampler = _base(target)
     whole = _drawn(sampler.sample(_PROMPT, params=_GREEDY))
@@ -92,14 +92,14 @@ def prompts_in_chunks(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def large_numbers(target: TestedServer) -> None:
+def large_numbers(target: ServerUnderTest) -> None:
     """The seq_id of a sample is a 64-bit integer: copies of a client count from 1e9 times an id."""
     names = _base(target).accepted(_PROMPT, seq_id=999_999_999 * 10**9 + 5)
     expect("request_id" in names, "the request has no request_id")
 
 
 @CHECKS.rule(SAMPLING)
-def prompt_logprobs(target: TestedServer) -> None:
+def prompt_logprobs(target: ServerUnderTest) -> None:
     """Prompt logprobs are one per token, of which the first is NaN, and equal the trainer's."""
     ids = [*_PROMPT, 17, 12]
     found = _base(target).sample(ids, prompt_logprobs=True, params={"max_tokens": 1})
@@ -113,7 +113,7 @@ def prompt_logprobs(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SAMPLING)
-def sampled_logprobs(target: TestedServer) -> None:
+def sampled_logprobs(target: ServerUnderTest) -> None:
     """At temperature 1 the logprobs of drawn tokens equal the trainer's."""
     found = _base(target).sample(_PROMPT, params={"max_tokens": 6, "stop": [], "seed": 3})
     drawn = _drawn(found)
@@ -126,7 +126,7 @@ def sampled_logprobs(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SAMPLING)
-def temperature(target: TestedServer) -> None:
+def temperature(target: ServerUnderTest) -> None:
     """Logprobs of drawn tokens are of the distribution at the temperature of the request."""
     sampler, heat = _base(target), 2.0
     found = sampler.sample(
@@ -151,7 +151,7 @@ def temperature(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SAMPLING)
-def frozen_weights(target: TestedServer) -> None:
+def frozen_weights(target: ServerUnderTest) -> None:
     """A sampler keeps the weights of its save, whatever is trained later."""
     model = target.new_model()
     path = model.saved("save_weights_for_sampler")
@@ -176,7 +176,7 @@ def frozen_weights(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def samplers(target: TestedServer) -> None:
+def samplers(target: ServerUnderTest) -> None:
     """A sampler tells its base model and checkpoint."""
     path = target.new_model().saved("save_weights_for_sampler")
     about = target.ask("GET", f"samplers/{target.new_sampler(path).id}")
@@ -186,7 +186,7 @@ def samplers(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def unnamed_saves(target: TestedServer) -> None:
+def unnamed_saves(target: ServerUnderTest) -> None:
     """A save without a name answers a sampler of the weights, in the model's session."""
     model = target.new_model()
     number = target.next_sampler_number()

@@ -5,7 +5,7 @@ import uuid
 from typing import Any
 
 from tuneserve_server.conformance.checks import REST, SDK, Checks
-from tuneserve_server.conformance.target import TestedServer, expect
+from tuneserve_server.conformance.target import ServerUnderTest, expect
 
 CHECKS = Checks()
 
@@ -14,13 +14,13 @@ _CHECKPOINT = ("checkpoint_id", "checkpoint_type", "time", "tinker_path")
 
 
 @CHECKS.rule(SDK)
-def client_config(target: TestedServer) -> None:
+def client_config(target: ServerUnderTest) -> None:
     """A client's first call, POST client/config, answers a JSON object; {} is all defaults."""
     target.ask("POST", "client/config", {"sdk_version": "0.38.0"})
 
 
 @CHECKS.rule(SDK)
-def dynamic_config(target: TestedServer) -> None:
+def dynamic_config(target: ServerUnderTest) -> None:
     """POST client/dynamic_config answers a JSON object, or 404."""
     response = target.send("POST", "client/dynamic_config", {"sdk_version": "0.38.0"})
     if response.status_code != 404:
@@ -29,7 +29,7 @@ def dynamic_config(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def capabilities(target: TestedServer) -> None:
+def capabilities(target: ServerUnderTest) -> None:
     """GET get_server_capabilities lists the models, each with its name."""
     served = target.ask("GET", "get_server_capabilities").get("supported_models")
     expect(isinstance(served, list) and served, "supported_models is no list, or empty")
@@ -38,7 +38,7 @@ def capabilities(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def session_life(target: TestedServer) -> None:
+def session_life(target: ServerUnderTest) -> None:
     """A session has an id without a slash, takes heartbeats and telemetry, and can be finished."""
     session = target.new_session(display_name="conformance")
     expect("/" not in session, f"the session id {session!r} has a slash")
@@ -60,7 +60,7 @@ def session_life(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def refusals_have_a_body(target: TestedServer) -> None:
+def refusals_have_a_body(target: ServerUnderTest) -> None:
     """A refusal has a body and its length; otherwise clients take it for a proxy's."""
     body = {"model_id": f"{target.session}:train:999999", "type": "get_info"}
     response = target.send("POST", "get_info", body)
@@ -71,7 +71,7 @@ def refusals_have_a_body(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def model_ids(target: TestedServer) -> None:
+def model_ids(target: ServerUnderTest) -> None:
     """The id of a model is <session id>:train:<model_seq_id>; the client computes it itself."""
     model = target.new_model()
     session, _, number = model.id.rpartition(":train:")
@@ -79,7 +79,7 @@ def model_ids(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def model_info(target: TestedServer) -> None:
+def model_info(target: ServerUnderTest) -> None:
     """get_info names the model, and its base model as model_data.model_name."""
     model = target.new_model()
     info = target.ask("POST", "get_info", {"model_id": model.id, "type": "get_info"})
@@ -89,7 +89,7 @@ def model_info(target: TestedServer) -> None:
 
 
 @CHECKS.rule(REST)
-def training_runs(target: TestedServer) -> None:
+def training_runs(target: ServerUnderTest) -> None:
     """A run has all required fields, and its user_metadata as the client sent it."""
     metadata = {"renderer_name": "a renderer", "note": "é"}
     model = target.new_model(user_metadata=metadata)
@@ -107,7 +107,7 @@ def training_runs(target: TestedServer) -> None:
 
 
 @CHECKS.rule(REST)
-def sessions(target: TestedServer) -> None:
+def sessions(target: ServerUnderTest) -> None:
     """A session lists its runs and samplers, with its name and metadata."""
     session = target.new_session(display_name="a name", user_metadata={"a": "b"})
     listed = target.ask("GET", "sessions?limit=100&offset=0&access_scope=owned").get("sessions")
@@ -118,7 +118,7 @@ def sessions(target: TestedServer) -> None:
 
 
 @CHECKS.rule(REST)
-def checkpoint_calls(target: TestedServer) -> None:
+def checkpoint_calls(target: ServerUnderTest) -> None:
     """Calls without a body carry a JSON content type; ids in paths have colons and two segments."""
     model = target.new_model()
     path = model.saved("save_weights")
@@ -144,7 +144,7 @@ def checkpoint_calls(target: TestedServer) -> None:
 
 
 @CHECKS.rule(REST)
-def weights_info(target: TestedServer) -> None:
+def weights_info(target: ServerUnderTest) -> None:
     """weights_info tells a checkpoint's base model and rank."""
     path = target.new_model().saved("save_weights")
     info = target.ask("POST", "weights_info", {"tinker_path": path})
@@ -154,7 +154,7 @@ def weights_info(target: TestedServer) -> None:
 
 
 @CHECKS.rule(REST)
-def download(target: TestedServer) -> None:
+def download(target: ServerUnderTest) -> None:
     """An exported adapter is PEFT's two files, at addresses that need no key."""
     path = target.new_model().saved("save_weights_external")
     _, _, rest = path.partition("tinker://")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from tuneserve_server.conformance import futures, sampling, service, training
 from tuneserve_server.conformance.checks import Check, CheckResult, result_of
-from tuneserve_server.conformance.target import TestedServer
+from tuneserve_server.conformance.target import ServerUnderTest
 
 CHECKS: list[Check] = [
     check
@@ -13,7 +13,7 @@ CHECKS: list[Check] = [
 ]
 
 
-def results(checks: Sequence[Check], target: TestedServer) -> Iterator[CheckResult]:
+def results(checks: Sequence[Check], target: ServerUnderTest) -> Iterator[CheckResult]:
     """Yield the outcome of each check as soon as it is known."""
     for check in checks:
         yield result_of(check, target)

@@ -27,7 +27,7 @@ def expect(is_met: object, text: str) -> None:
         raise NotConforming(text)
 
 
-class TestedServer:
+class ServerUnderTest:
     """The server under test. Raises ``NotConforming`` for answers that the SDK cannot read."""
 
     def __init__(
@@ -231,7 +231,7 @@ class TestedServer:
 class TestedModel:
     """A model of the session, with the sequence numbers of its requests."""
 
-    def __init__(self, target: TestedServer, model_id: str) -> None:
+    def __init__(self, target: ServerUnderTest, model_id: str) -> None:
         self.target = target
         self.id = model_id
         self.next_seq = 1
@@ -317,7 +317,7 @@ class GradientOutput:
 class TestedSampler:
     """A sampler of the session."""
 
-    def __init__(self, target: TestedServer, sampler_id: str) -> None:
+    def __init__(self, target: ServerUnderTest, sampler_id: str) -> None:
         self.target = target
         self.id = sampler_id
         self._next_seq = 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tuneserve_server.conformance.checks import LOSSES, OPTIMIZERS, SDK, TRAINING, Checks
 from tuneserve_server.conformance.futures import example
-from tuneserve_server.conformance.target import GradientOutput, TestedServer, expect, is_near
+from tuneserve_server.conformance.target import GradientOutput, ServerUnderTest, expect, is_near
 from tuneserve_server.conformance.tensors import datum, floats, integers, sparse
 
 CHECKS = Checks()
@@ -21,7 +21,7 @@ def _is_loss(output: GradientOutput, expected: float, what: str) -> None:
 
 
 @CHECKS.rule(LOSSES)
-def cross_entropy_is_a_sum(target: TestedServer) -> None:
+def cross_entropy_is_a_sum(target: ServerUnderTest) -> None:
     """cross_entropy is -sum(weight * logprob); weights may be negative or fractional."""
     weights = [0.0, 1.0, -0.5, 2.25, 0.0, 0.125]
     one = datum(_TOKENS, target_tokens=integers(_TARGETS), weights=floats(weights))
@@ -34,7 +34,7 @@ def cross_entropy_is_a_sum(target: TestedServer) -> None:
 
 
 @CHECKS.rule(LOSSES)
-def targets_are_shifted(target: TestedServer) -> None:
+def targets_are_shifted(target: ServerUnderTest) -> None:
     """Target i is predicted from tokens 0 to i, whatever follows; the client has shifted them."""
     model = target.new_model()
     long, short = (
@@ -49,7 +49,7 @@ def targets_are_shifted(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def chunks_of_text(target: TestedServer) -> None:
+def chunks_of_text(target: ServerUnderTest) -> None:
     """A prompt may come in many chunks, one per token even, without a change."""
     model = target.new_model()
     targets = integers(_TARGETS)
@@ -63,7 +63,7 @@ def chunks_of_text(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def empty_shapes(target: TestedServer) -> None:
+def empty_shapes(target: ServerUnderTest) -> None:
     """A tensor without a shape is one-dimensional."""
     model = target.new_model()
     targets, weights = integers(_TARGETS), floats([1.0] * _SIZE)
@@ -75,7 +75,7 @@ def empty_shapes(target: TestedServer) -> None:
 
 
 @CHECKS.rule(LOSSES)
-def many_targets_per_position(target: TestedServer) -> None:
+def many_targets_per_position(target: ServerUnderTest) -> None:
     """Targets may be [N, K]; the loss is the sum over all, and logprobs have their shape."""
     model, width = target.new_model(), 3
     ids = [5 + (7 * n) % 30 for n in range(_SIZE * width)]
@@ -101,7 +101,7 @@ def many_targets_per_position(target: TestedServer) -> None:
 
 
 @CHECKS.rule(SDK)
-def sparse_weights(target: TestedServer) -> None:
+def sparse_weights(target: ServerUnderTest) -> None:
     """Weights in CSR form mean the same as dense ones; cells that are left out are 0."""
     model, width = target.new_model(), 4
     ids = [5 + (3 * n) % 30 for n in range(_SIZE * width)]
@@ -120,7 +120,7 @@ def sparse_weights(target: TestedServer) -> None:
 
 
 def _policy_terms(
-    target: TestedServer, loss: str, config: dict[str, float]
+    target: ServerUnderTest, loss: str, config: dict[str, float]
 ) -> tuple[GradientOutput, list[tuple[float, float, float]]]:
     """Return an output of a policy loss, and (logprob, ratio, advantage) per position.
 
@@ -145,14 +145,14 @@ def _policy_terms(
 
 
 @CHECKS.rule(LOSSES)
-def importance_sampling(target: TestedServer) -> None:
+def importance_sampling(target: ServerUnderTest) -> None:
     """importance_sampling is -sum(ratio * advantage)."""
     output, terms = _policy_terms(target, "importance_sampling", {})
     _is_loss(output, -sum(r * a for _, r, a in terms), "-sum(ratio * advantage)")
 
 
 @CHECKS.rule(LOSSES)
-def ppo(target: TestedServer) -> None:
+def ppo(target: ServerUnderTest) -> None:
     """ppo takes the lesser of ratio and clipped ratio times advantage; thresholds are ratios."""
     for config, low, high in (
         ({}, 0.8, 1.2),
@@ -164,14 +164,14 @@ def ppo(target: TestedServer) -> None:
 
 
 @CHECKS.rule(LOSSES)
-def cispo(target: TestedServer) -> None:
+def cispo(target: ServerUnderTest) -> None:
     """cispo is -sum(clipped ratio * logprob * advantage), with thresholds 0 and 4."""
     output, terms = _policy_terms(target, "cispo", {})
     _is_loss(output, -sum(min(max(r, 0.0), 4.0) * x * a for x, r, a in terms), "the formula")
 
 
 @CHECKS.rule(LOSSES)
-def dro(target: TestedServer) -> None:
+def dro(target: ServerUnderTest) -> None:
     """dro is -sum(logprob * advantage - beta / 2 * (logprob - drawn logprob)**2)."""
     output, terms = _policy_terms(target, "dro", {"beta": 0.05})
     total = -sum(x * a - 0.025 * math.log(r) ** 2 for x, r, a in terms)
@@ -179,7 +179,7 @@ def dro(target: TestedServer) -> None:
 
 
 @CHECKS.rule(TRAINING)
-def gradients_add_up(target: TestedServer) -> None:
+def gradients_add_up(target: ServerUnderTest) -> None:
     """Gradients of several calls add up until optim_step, which clears them."""
     apart, together = target.new_model(), target.new_model()
     for count in (5, 9):
@@ -197,7 +197,7 @@ def gradients_add_up(target: TestedServer) -> None:
 
 
 @CHECKS.rule(TRAINING)
-def forward_leaves_no_gradient(target: TestedServer) -> None:
+def forward_leaves_no_gradient(target: ServerUnderTest) -> None:
     """A forward pass leaves no gradient, and a step changes the model only by gradients."""
     model, plain = target.new_model(), target.new_model()
     model.gradient([example(9, weight=-3.0)], forward_only=True)
@@ -212,7 +212,7 @@ def forward_leaves_no_gradient(target: TestedServer) -> None:
 
 
 @CHECKS.rule(OPTIMIZERS)
-def adamw(target: TestedServer) -> None:
+def adamw(target: ServerUnderTest) -> None:
     """Training lowers the loss; a gradient times 8 takes the same first step."""
 
     def trained(weights: Sequence[float]) -> tuple[float, float]:
@@ -231,7 +231,7 @@ def adamw(target: TestedServer) -> None:
 
 
 @CHECKS.rule(TRAINING)
-def load_restores(target: TestedServer) -> None:
+def load_restores(target: ServerUnderTest) -> None:
     """A checkpoint restores weights and optimizer; the next step then has the same result."""
     model = target.new_model()
     for _ in range(3):

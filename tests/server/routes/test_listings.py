@@ -301,6 +301,7 @@ async def test_the_sdks_first_calls_get_flags_that_differ_from_its_defaults(
             {
                 "sample_join_sampling_session": True,
                 "proto_compress_fwdbwd": True,
+                "custom_loss_server_side": True,
                 "billing_exception_max_pause_duration_sec": two_days_s,
             },
         ),
