@@ -7,8 +7,8 @@ from tuneserve_server.conformance.checks import SDK, TRAINING, Checks
 from tuneserve_server.conformance.target import (
     POLL_S,
     GradientOutput,
-    TestedModel,
     ServerUnderTest,
+    TestedModel,
     expect,
     is_near,
     is_pending,

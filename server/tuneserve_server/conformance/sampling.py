@@ -5,7 +5,7 @@ import math
 from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_server.conformance.checks import SAMPLING, SDK, Checks
 from tuneserve_server.conformance.futures import example
-from tuneserve_server.conformance.target import TestedSampler, ServerUnderTest, expect
+from tuneserve_server.conformance.target import ServerUnderTest, TestedSampler, expect
 from tuneserve_server.conformance.tensors import datum, floats_in, integers, integers_in
 
 CHECKS = Checks()
