@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -23,9 +24,6 @@ from tuneserve_server.settings import ApiSettings
 @command(ApiSettings, WorkerSettings)
 def up(given: Given) -> None:
     """Start the API and a worker, and keep both running."""
-    from tuneserve_server.cli.killed import tell_killed  # they take long to import
-    from tuneserve_server.cli.readiness import report_progress
-
     settings = settings_from(ApiSettings, given)
     # Settings that a child would refuse are reported before the port is checked: another service
     # on the port must not be taken for the child.
@@ -36,6 +34,9 @@ def up(given: Given) -> None:
             "start workers that only sample by tuneserve worker --sample-only"
         )
         raise typer.Exit(REFUSED)
+    from tuneserve_server.cli.killed import tell_killed  # refusals need not wait for these
+    from tuneserve_server.cli.readiness import report_progress
+
     if settings.log_format == "json":
         logs.start("up", settings)
     _check_engine()
@@ -90,6 +91,7 @@ def plan(given: Given) -> None:
     """Show a worker's plan of the device's memory, line by line."""
     flags = ["--json"] if given.pop("json", None) is not None else []
     if device := given.pop("device", None):
+        _check_choice("--device", device, GPU_MIB)
         flags += ["--device", device]
     settings_from(WorkerSettings, given)
     _check_engine()
@@ -125,8 +127,11 @@ _COMPILED = {
 def compile_(given: Given) -> None:
     """Compile a worker's programs ahead of its start, without loading the base model."""
     flags = ["--json"] if given.pop("json", None) is not None else []
+    choices = {"device": DEVICE_KINDS, "driver": DRIVERS}
     for name in _COMPILED:
         if (value := given.pop(name, None)) is not None:
+            if name in choices:
+                _check_choice(f"--{name}", value, choices[name])
             flags += [f"--{name}", value]
     settings_from(WorkerSettings, given)
     _check_engine()
@@ -137,11 +142,11 @@ def compile_(given: Given) -> None:
 @command(ApiSettings, WorkerSettings, json="Print JSON instead of text.")
 def doctor(given: Given) -> None:
     """Check whether a service with these settings would run here. Exits with status 1 if not."""
-    from tuneserve_server.cli import doctor as checks  # it takes long to import
-
     as_json = given.pop("json", None) is not None
     settings = settings_from(ApiSettings, given)
     settings_from(WorkerSettings, given)
+    from tuneserve_server.cli import doctor as checks  # refusals need not wait for it
+
     findings = checks.examine(settings, _environment(given))
     if as_json:
         print_json(checks.facts(findings))
@@ -149,6 +154,13 @@ def doctor(given: Given) -> None:
         for each in findings:
             typer.echo(f"{each.level:<4}  {each.name:<9}  {each.text}")
     raise typer.Exit(FAILED if checks.has_failed(findings) else 0)
+
+
+def _check_choice(option: str, value: str, choices: Collection[str]) -> None:
+    """Exit with the reason unless the value is one of the choices."""
+    if value not in choices:
+        say(f"{option} is {value!r}; it must be {' or '.join(choices)}")
+        raise typer.Exit(REFUSED)
 
 
 def _worker_name(settings: ApiSettings) -> str:

@@ -357,6 +357,11 @@ def test_the_help_of_every_command_is_the_one_in_the_overview() -> None:
         ["checkpoints", "--help"],
         ["top", "-h"],
         ["keys", "create"],
+        ["up", "--port", "abc"],
+        ["doctor", "--port", "abc"],
+        ["plan", "--device", "abc"],
+        ["compile", "--device", "abc"],
+        ["compile", "--driver", "abc"],
     ],
 )
 def test_help_and_errors_of_arguments_come_before_heavy_imports(arguments: list[str]) -> None:
