@@ -85,7 +85,7 @@ def test_a_share_of_a_gpu_that_is_none_is_refused(share: str) -> None:
 def test_a_plan_for_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
     result = planned("--device", "h20")
     assert result.exit_code == 2
-    assert "'h20' (choose from" in result.stderr and "h200" in result.stderr
+    assert "'h20'; it must be" in result.stderr and "h200" in result.stderr
 
 
 def test_an_impossible_plan_is_refused_with_the_arithmetic() -> None:
